@@ -1,0 +1,204 @@
+"""mesh.toml -> one frozen struct per service, checked; errors name the key's path."""
+
+import hashlib
+import os
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of the tables of mesh.toml: unknown keys are errors."""
+
+
+class MeshConfig(Section, frozen=True):
+    """[mesh]: what all processes share."""
+
+    name: str = "local"
+    run_dir: str = ""  # sockets, traces, logs; empty: deepmesh-NAME-UID in the temporary folder
+    model: str = "models/tiny"  # folder of the checkpoint; relative to mesh.toml
+    served_model: str = ""  # name clients use; empty: the folder's name
+    aliases: list[str] = []  # further names that clients may use
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class LinksConfig(Section, frozen=True):
+    """[links]: all message links."""
+
+    heartbeat_s: float = 1.0
+    timeout_s: float = 5.0  # a peer silent for longer is lost
+    max_outbox: int = 20_000  # messages; beyond it the peer is lost
+
+
+class GatewayConfig(Section, frozen=True):
+    """[gateway]: the HTTP edge."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: any free port
+    api_keys: list[str] = []  # SHA-256 hex digests; empty: no key is asked for
+    max_body_bytes: int = 8 << 20
+    max_requests: int = 1024  # open at once; beyond it 429
+    keepalive_s: float = 10.0  # comment line on an idle stream
+    resume_bytes: int = 64 << 20  # raw bodies kept for re-submission
+    deadline_s: float = 120.0  # without progress; then 503
+    address: str = ""  # set: an external gateway runs there, `up` starts none
+
+
+class TokenizerConfig(Section, frozen=True):
+    """[tokenizer]: the recipe processes."""
+
+    count: int = 1
+    address: str = ""  # empty: ipc in the run folder; set: an external one
+    thinking_sampling: Literal["honour", "deepseek"] = "honour"
+    default_thinking: bool = True
+    default_max_tokens: int = 0  # 0: the rest of the context
+    max_stops: int = 16
+    unacked_events: int = 2048  # a reader further behind stops its own request
+    slow_consumer_s: float = 60.0
+
+
+class SchedulerConfig(Section, frozen=True):
+    """[scheduler]: one process per EP group."""
+
+    count: int = 1  # replicas
+    address: str = ""
+    depth: Literal[1, 2, 3] = 2
+    max_rows: int = 64  # requests resident at once
+    max_waiting: int = 4096
+    step_tokens: int = 1024  # tokens a step may compute
+    chunk_tokens: int = 512  # whole multiples of the executor's chunk_align
+    max_model_len: int = 0  # 0: what the executor can hold
+    orphan_s: float = 10.0
+    deadline_s: float = 120.0
+    audit: bool = False  # check all invariants after every event
+    prefix_cache: bool = True
+
+
+class ExecutorConfig(Section, frozen=True):
+    """[executor]: one process per device."""
+
+    kind: Literal["model", "fake"] = "model"
+    device: Literal["cpu", "cuda"] = "cpu"
+    ranks: int = 1
+    address: str = ""
+    threads: int = 1
+    numerics: Literal["exact", "fp32", "bf16"] = "bf16"
+    global_blocks: int = 0  # 0: by memory, see `deepmesh model inspect`
+    window_blocks: int = 0
+    slots: int = 0  # 0: scheduler.max_rows + room for fences
+    fake_step_ms: float = 0.0  # kind = "fake": how long a step takes
+
+
+class TelemetryConfig(Section, frozen=True):
+    """[telemetry]: traces. The standard OTEL_EXPORTER_OTLP_* variables add an exporter."""
+
+    enabled: bool = True
+    file: bool = True  # JSON lines in RUN_DIR/traces
+    sample_ratio: float = 1.0
+
+
+class SupervisorConfig(Section, frozen=True):
+    """[supervisor]: `deepmesh up`."""
+
+    start_timeout_s: float = 120.0
+    restart: bool = True
+    backoff_s: float = 0.2  # doubles up to 5 s
+    stop_timeout_s: float = 10.0
+
+
+class Config(Section, frozen=True):
+    """The whole of mesh.toml."""
+
+    mesh: MeshConfig = MeshConfig()
+    links: LinksConfig = LinksConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    executor: ExecutorConfig = ExecutorConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    supervisor: SupervisorConfig = SupervisorConfig()
+
+    @property
+    def served_model(self) -> str:
+        """The name clients use for the model."""
+        return self.mesh.served_model or Path(self.mesh.model).name
+
+    def tokenizer_address(self, index: int) -> str:
+        """Where tokenizer `index` listens."""
+        return self.tokenizer.address or self._ipc(f"tokenizer-{index}")
+
+    def scheduler_address(self, index: int) -> str:
+        """Where scheduler `index` listens, for tokenizers and executors alike."""
+        return self.scheduler.address or self._ipc(f"scheduler-{index}")
+
+    def _ipc(self, name: str) -> str:
+        return f"ipc://{self.mesh.run_dir}/{name}.sock"
+
+    def digest(self) -> str:
+        """Hash of everything that peers must agree on; travels in `Hello`."""
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
+
+
+class ConfigError(ValueError):
+    """mesh.toml is wrong; the text names the key."""
+
+
+def load_config(path: Path | None) -> Config:
+    """Read and check mesh.toml; without a path, the defaults with the model that ships.
+
+    Raises:
+        ConfigError: unreadable file, unknown key, wrong type or value; names the key's path.
+    """
+    data: dict[str, object] = {}
+    if path is not None:
+        try:
+            data = tomllib.loads(path.read_text())
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}") from error
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path}: {error}") from error
+    try:
+        config = msgspec.convert(data, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    _check(config)
+    return _resolve(config, path)
+
+
+def _resolve(config: Config, path: Path | None) -> Config:
+    base = path.resolve().parent if path is not None else Path(__file__).resolve().parents[1]
+    mesh = config.mesh
+    run_dir = mesh.run_dir or f"{tempfile.gettempdir()}/deepmesh-{mesh.name}-{os.getuid()}"
+    longest = f"{run_dir}/tokenizer-999.sock"
+    if len(longest.encode()) > 107:
+        raise ConfigError(f"mesh.run_dir: {run_dir!r} is too long for a unix socket (107 bytes)")
+    mesh = msgspec.structs.replace(mesh, run_dir=run_dir, model=str((base / mesh.model).resolve()))
+    return msgspec.structs.replace(config, mesh=mesh)
+
+
+def _check(config: Config) -> None:
+    """Values that types cannot say."""
+    limits = {
+        "gateway.port": (config.gateway.port, 0, 65535),
+        "gateway.max_body_bytes": (config.gateway.max_body_bytes, 1024, 1 << 30),
+        "gateway.max_requests": (config.gateway.max_requests, 1, 100_000),
+        "tokenizer.count": (config.tokenizer.count, 0, 256),
+        "scheduler.count": (config.scheduler.count, 0, 64),
+        "scheduler.max_rows": (config.scheduler.max_rows, 1, 4096),
+        "scheduler.step_tokens": (config.scheduler.step_tokens, 1, 1 << 20),
+        "scheduler.chunk_tokens": (config.scheduler.chunk_tokens, 1, 1 << 20),
+        "executor.ranks": (config.executor.ranks, 1, 1024),
+        "executor.threads": (config.executor.threads, 1, 1024),
+        "links.heartbeat_s": (config.links.heartbeat_s, 0.01, 60),
+        "links.timeout_s": (config.links.timeout_s, 2 * config.links.heartbeat_s, 600),
+        "telemetry.sample_ratio": (config.telemetry.sample_ratio, 0.0, 1.0),
+    }
+    for key, (value, low, high) in limits.items():
+        if not low <= value <= high:
+            raise ConfigError(f"{key}: {value} is not between {low} and {high}")
+    for key in config.gateway.api_keys:
+        if len(key) != 64 or not all(c in "0123456789abcdef" for c in key):
+            raise ConfigError("gateway.api_keys: each entry is the SHA-256 hex digest of a key")

@@ -1,0 +1,593 @@
+"""Every message between services; nothing else defines what goes on the wire.
+
+Encoding: MessagePack arrays whose first element is the class name. Field order is the format:
+fields are appended with a default, never reordered; a receiver ignores trailing fields it does
+not know. `rid` is the request id (16 random bytes made by the gateway); executors see the
+scheduler's own u64 instead. Times are nanoseconds of the wall clock unless a name says otherwise.
+Packed arrays (`*_rows`, ids) are little-endian; their layouts are in `packed.py`.
+"""
+
+from enum import IntEnum
+
+import msgspec
+
+PROTOCOL_MAJOR = 1
+PROTOCOL_MINOR = 0
+
+Ids = bytes  # int32, little-endian: token ids or block ids
+Rid = bytes  # 16 bytes
+
+
+class Struct(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Base of the parts of messages: an array without a tag."""
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Base of all messages. Field order is the wire format: append only, with a default."""
+
+
+class ErrorCode(IntEnum):
+    """Why a request failed. The gateway's `errors.py` maps each to an HTTP status."""
+
+    INVALID = 1
+    TOO_LONG = 2
+    UNKNOWN_MODEL = 3
+    UNAUTHORIZED = 4
+    OVERLOADED = 5
+    DEADLINE = 6
+    ENGINE_ERROR = 7
+    ENGINE_RESTARTED = 8
+    GRAMMAR = 9
+    SLOW_CONSUMER = 10
+    UNKNOWN = 11
+    INTERNAL = 12
+
+
+class FinishReason(IntEnum):
+    """Why a request ended well."""
+
+    STOP = 1  # an eos or stop id, or a stop string (StopAt)
+    LENGTH = 2
+    ABORT = 3
+    GRAMMAR = 4
+
+
+# ---------------------------------------------------------------- all links
+
+
+class ReplicaStats(Struct, frozen=True):
+    """State of one EP group, sent in the scheduler's heartbeats and passed on to the gateway."""
+
+    name: str
+    ready: bool
+    model: str = ""
+    fingerprint: str = ""
+    max_model_len: int = 0
+    waiting: int = 0  # requests without a row in a step yet, or preempted
+    running: int = 0  # requests that hold blocks
+    waiting_tokens: int = 0  # prompt tokens not yet computed
+    inflight_tokens: int = 0  # total_inflight_tokens: Σ q over unresolved rows
+    free_blocks: tuple[int, int, int] = (0, 0, 0)  # global, window, state
+    cached_blocks: tuple[int, int, int] = (0, 0, 0)  # evictable, kept for prefix hits
+    total_blocks: tuple[int, int, int] = (0, 0, 0)
+    preemptions: int = 0
+    prompt_tokens: int = 0  # counters since the start
+    cached_prompt_tokens: int = 0
+    output_tokens: int = 0
+    steps: int = 0
+    finished: int = 0
+    failed: int = 0
+    draining: bool = False
+
+
+class ServiceStats(Struct, frozen=True):
+    """What a service tells its peers about its load, once a heartbeat."""
+
+    ready: bool = False
+    requests: int = 0
+    replicas: list[ReplicaStats] = []
+
+
+class Hello(Message, frozen=True):
+    """First message of the dialling side of every link."""
+
+    service: str
+    name: str
+    incarnation: bytes  # 8 random bytes per process start
+    protocol: tuple[int, int] = (PROTOCOL_MAJOR, PROTOCOL_MINOR)
+    build: str = ""
+    config_hash: str = ""
+    engine_epoch: int = 0
+    shm_nonce: bytes = b""
+    credits: int = 0
+
+
+class Welcome(Message, frozen=True):
+    """Answer to `Hello` of the listening side; the link is up."""
+
+    service: str
+    name: str
+    incarnation: bytes
+    protocol: tuple[int, int] = (PROTOCOL_MAJOR, PROTOCOL_MINOR)
+    build: str = ""
+    config_hash: str = ""
+    engine_epoch: int = 0
+    shm_nonce: bytes = b""
+    credits: int = 0
+
+
+class Refused(Message, frozen=True):
+    """The link cannot be used: another major version, or data before `Hello`."""
+
+    reason: str
+    protocol: tuple[int, int] = (PROTOCOL_MAJOR, PROTOCOL_MINOR)
+
+
+class Heartbeat(Message, frozen=True):
+    """Both sides, every second."""
+
+    stats: ServiceStats = ServiceStats()
+    now_ns: int = 0
+
+
+class Drain(Message, frozen=True):
+    """Accept nothing new, finish what is there, then end."""
+
+    deadline_s: float = 30.0
+
+
+class Shutdown(Message, frozen=True):
+    """End now; requests that still run fail as OVERLOADED."""
+
+    deadline_s: float = 5.0
+
+
+# ---------------------------------------------------------------- gateway <-> tokenizer
+
+
+class Submit(Message, frozen=True):
+    """gateway -> tokenizer: one HTTP request as it came, plus what the gateway decided."""
+
+    rid: Rid
+    protocol: str  # chat, completions, responses, messages, count_tokens, models, tokenize, detokenize
+    body: bytes
+    seed: int  # 0 <= seed < 2**63; used unless the body names one
+    api_key_hash: str = ""
+    tenant_salt: bytes = b""
+    priority: int = 0
+    deadline_ns: int = 0
+    traceparent: str = ""
+    next_event: int = 0
+    created_s: int = 0  # pinned `created` of the answer, so that a restart repeats it
+
+
+class Cancel(Message, frozen=True):
+    """gateway -> tokenizer: the client is gone. Idempotent."""
+
+    rid: Rid
+
+
+class Delta(Struct, frozen=True):
+    """Consecutive events of one stream; each event is the bytes to write, SSE framing included."""
+
+    rid: Rid
+    first_event: int
+    events: list[bytes]
+    flags: int = 0  # bit 0: ADMITTED, headers with status 200 may go out
+
+
+DELTA_ADMITTED = 1
+
+
+class DeltaBatch(Message, frozen=True):
+    """tokenizer -> gateway: all streams of this gateway that moved."""
+
+    deltas: list[Delta]
+
+
+class ResponseFinished(Message, frozen=True):
+    """tokenizer -> gateway: the one good end of a request; nothing follows."""
+
+    rid: Rid
+    status: int  # HTTP status
+    body: bytes = b""  # of a plain answer
+    first_event: int = 0
+    events: list[bytes] = []  # the last events of a stream
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    finish_reason: str = ""
+
+
+class ResponseFailed(Message, frozen=True):
+    """tokenizer -> gateway: the one bad end of a request; the gateway shapes it for its protocol."""
+
+    rid: Rid
+    code: ErrorCode
+    detail: str
+    param: str = ""  # the field at fault, when there is one
+    retry_after_s: float = 0.0
+
+
+class Credit(Message, frozen=True):
+    """gateway -> tokenizer: how many events the client has taken so far (absolute)."""
+
+    rid: Rid
+    num_events: int
+
+
+# ---------------------------------------------------------------- tokenizer <-> scheduler
+
+
+class SamplingParams(Struct, frozen=True):
+    """All of them, resolved; the executor applies them as they are."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 is off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: list[tuple[int, float]] = []
+    ignore_eos: bool = False
+
+
+class Grammar(Struct, frozen=True):
+    """Constraint on the output."""
+
+    kind: str  # json_schema, regex, lark
+    text: str
+    start_after: Ids = b""  # masks begin after this token sequence (the end of thinking)
+    hash: bytes = b""
+
+
+class Generate(Message, frozen=True):
+    """tokenizer -> (router ->) scheduler: one request, ready to be scheduled.
+
+    Re-sent with the same (rid, attempt) until `Accepted` or `Failed` comes: idempotent.
+    """
+
+    rid: Rid
+    attempt: int
+    reply_to: str  # name of the tokenizer
+    prompt_ids: Ids
+    prompt_len: int  # P: prompt tokens of the user; later ids are a continuation
+    confirmed_ids: Ids = b""  # output tokens known already (resubmission after a loss)
+    sampling: SamplingParams = SamplingParams()
+    seed: int = 0
+    sub_index: int = 0
+    stop_ids: Ids = b""  # eos included unless ignore_eos
+    max_tokens: int = 16
+    min_tokens: int = 0
+    grammar: Grammar | None = None
+    n_logprobs: int = -1  # -1 none, 0 the sampled token's only, k the k best too
+    salt: bytes = b""
+    priority: int = 0
+    deadline_ns: int = 0
+    traceparent: str = ""
+    hint: bytes = b""  # prefix hash chain
+
+
+class Accepted(Message, frozen=True):
+    """scheduler -> tokenizer."""
+
+    rid: Rid
+    attempt: int
+    replica: str
+    cached_tokens: int = 0
+
+
+class Attach(Message, frozen=True):
+    """tokenizer -> scheduler: send this request's tokens to me, from `from_pos` on."""
+
+    rid: Rid
+    attempt: int
+    reply_to: str
+    from_pos: int
+
+
+class TokenRow(Struct, frozen=True):
+    """New output tokens of one request."""
+
+    rid: Rid
+    pos: int  # index in the output of the first id
+    ids: Ids
+    logprobs: bytes = b""  # float32 [num_ids], when asked for
+    top_ids: Ids = b""  # int32 [num_ids, n_logprobs], best first
+    top_logprobs: bytes = b""  # float32 [num_ids, n_logprobs]
+    cached_tokens: int = 0  # prompt tokens served from the prefix cache, at pos 0
+
+
+class TokenBatch(Message, frozen=True):
+    """scheduler -> tokenizer: all requests of this tokenizer that moved in a step."""
+
+    group_step: int
+    step_end_ns: int
+    rows: list[TokenRow]
+
+
+class AckRow(Struct, frozen=True):
+    """`pos` output tokens have been turned into events that the client took."""
+
+    rid: Rid
+    pos: int
+    done: bool = False  # the terminal message has arrived, too
+
+
+class Ack(Message, frozen=True):
+    """tokenizer -> scheduler: confirmed tokens below `pos` may be dropped after the end."""
+
+    rows: list[AckRow]
+
+
+class StopAt(Message, frozen=True):
+    """tokenizer -> scheduler: a stop string was found; keep `n_keep` output tokens."""
+
+    rid: Rid
+    n_keep: int
+
+
+class Abort(Message, frozen=True):
+    """tokenizer -> scheduler. Idempotent; leaves a tombstone."""
+
+    rid: Rid
+    attempt: int = 0
+
+
+class Finished(Message, frozen=True):
+    """scheduler -> tokenizer. Each request ends in one Finished or one Failed."""
+
+    rid: Rid
+    reason: FinishReason
+    final_pos: int  # number of output tokens
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Failed(Message, frozen=True):
+    """scheduler -> tokenizer. Each request ends in one Finished or one Failed."""
+
+    rid: Rid
+    code: ErrorCode
+    detail: str
+    param: str = ""
+    retry_after_s: float = 0.0
+    final_pos: int = 0
+
+
+# ---------------------------------------------------------------- scheduler <-> executor
+
+
+class Pool(IntEnum):
+    """Classes of KV blocks (docs/architecture.md, KV classes)."""
+
+    GLOBAL = 0  # compressed rows and index keys, 64 tokens a block
+    WINDOW = 1  # 64 rows of every layer, draft layers included
+    STATE = 2  # open compressor pair, last 3 Engram ids
+
+
+class Load(Message, frozen=True):
+    """scheduler -> executor: load your shard, answer `Progress` and then `Capacity`."""
+
+    engine_epoch: int
+    rank: int
+    ranks: int
+    model: str  # path
+    numerics: str = "bf16"
+
+
+class Progress(Message, frozen=True):
+    """executor -> scheduler: how far loading is."""
+
+    stage: str
+    done: int
+    total: int
+
+
+class Capacity(Message, frozen=True):
+    """executor -> scheduler: what this rank can hold; loading is complete."""
+
+    engine_epoch: int
+    rank: int
+    num_global_blocks: int
+    num_window_blocks: int
+    num_state_blocks: int
+    num_slots: int
+    max_model_len: int
+    vocab_size: int
+    window: int  # W
+    block_size: int = 64
+    chunk_align: int = 128
+    draft_len: int = 0  # d_max
+    one_kernel_class: bool = True  # prefill and decode kernels give the same bits
+    fingerprint: str = ""  # hash of weights id, engine version, numerics
+
+
+class StepKind(IntEnum):
+    """Kind of a group step."""
+
+    PREFILL = 0
+    DECODE = 1
+    MIXED = 2
+    DUMMY = 3
+
+
+class RowMode(IntEnum):
+    """What a row of a step computes."""
+
+    PREFILL = 0
+    DECODE = 1
+    VERIFY = 2
+    DUMMY = 3
+
+
+class RowSource(IntEnum):
+    """Where a row's input ids come from."""
+
+    HOST = 0  # ids of the slot's prompt, at exact positions
+    DEVICE = 1  # the token(s) that `producer_step` left in the slot
+
+
+class Descriptor(Struct, frozen=True):
+    """What all ranks of a group agree on for one numbered group step."""
+
+    kind: StepKind
+    padded_tokens: int
+    padded_rows: int
+    graph_key: int = 0  # 0 is eager
+    comm_mode: int = 0  # 0 none, 1 low latency, 2 high throughput
+    n_draft_passes: int = 0
+    verify_capacity: int = 0
+    n_ubatch: int = 1
+
+
+class SlotInit(Struct, frozen=True):
+    """A request enters a device slot: all that stays true while it lives there."""
+
+    slot: int
+    gen: int
+    rid: int  # the scheduler's u64
+    epoch: int
+    ids: Ids  # prompt, and the confirmed output after a recompute
+    prompt_len: int  # P, original
+    max_len: int  # prompt + output tokens at which the request ends
+    min_len: int = 0  # no stop id may be sampled below this length
+    sampling: SamplingParams = SamplingParams()
+    seed: int = 0
+    sub_index: int = 0
+    stop_ids: Ids = b""
+    grammar: Grammar | None = None
+    n_logprobs: int = -1
+    start: int = 0  # C at the start of the epoch: positions below are in cached blocks
+    state_block: int = 0
+
+
+class OpKind(IntEnum):
+    """Work on blocks that is not a row."""
+
+    COPY = 0
+    ZERO = 1
+
+
+class BlockOp(Struct, frozen=True):
+    """Runs on the device stream before the rows of its step (`after` false) or behind them."""
+
+    op_id: int
+    kind: OpKind
+    pool: Pool
+    src: int
+    dst: int
+    after: bool = False
+
+
+class SubmitStep(Message, frozen=True):
+    """scheduler -> executor: one rank's part of a numbered group step."""
+
+    engine_epoch: int
+    step_id: int
+    group_step: int
+    group_epoch: int
+    descriptor: Descriptor
+    rows: bytes  # packed.ROW
+    init: list[SlotInit] = []
+    blocks: bytes = b""  # packed.BLOCK: appended to block tables
+    ops: list[BlockOp] = []
+    close: bytes = b""  # packed.SLOT: slots that are free again
+    cancel: bytes = b""  # packed.CANCEL: rows that became null rows
+    applied: int = 0  # highest step that the scheduler has applied
+
+
+class StepStatus(IntEnum):
+    """Outcome of a step on one rank."""
+
+    OK = 0
+    ERROR = 1
+    SKIPPED = 2
+
+
+class DoneReason(IntEnum):
+    """What the device saw at the end of a row."""
+
+    NONE = 0
+    EOS = 1  # an id of stop_ids
+    LENGTH = 2
+    NULL = 3  # the row wrote nothing: it came after a stop, was cancelled, or lacked its mask
+    ERROR = 4  # logits were not finite: this request only
+
+
+class StepTimes(Struct, frozen=True):
+    """Stamps of one step on one rank, wall clock, ns."""
+
+    received_ns: int = 0
+    enqueued_ns: int = 0
+    begin_ns: int = 0
+    end_ns: int = 0
+    copied_ns: int = 0
+    queue_depth: int = 0
+
+
+class StepResult(Message, frozen=True):
+    """executor -> scheduler: TOKENS_READY of one step; `gpu_done` may lag behind."""
+
+    engine_epoch: int
+    step_id: int
+    rank: int
+    status: StepStatus
+    rows: bytes  # packed.RESULT, in the order of the step's rows
+    tokens: Ids = b""  # flat, n_tok per row
+    logprobs: bytes = b""  # float32 [num_tokens]
+    top_ids: Ids = b""  # flat, n_logprobs of its row per token
+    top_logprobs: bytes = b""
+    confidence: bytes = b""  # histogram of draft survival
+    gpu_done: int = 0  # highest step whose tail is complete on this rank
+    ops_done: list[tuple[int, int]] = []  # (op_id, status)
+    times: StepTimes = StepTimes()
+    error: str = ""
+
+
+class GpuDone(Message, frozen=True):
+    """executor -> scheduler: the watermark alone, when no result is there to carry it."""
+
+    engine_epoch: int
+    rank: int
+    gpu_done: int
+    ops_done: list[tuple[int, int]] = []
+
+
+class Reset(Message, frozen=True):
+    """scheduler -> executor: abandon all steps of older epochs, keep the weights."""
+
+    engine_epoch: int
+
+
+AnyMessage = (
+    Hello
+    | Welcome
+    | Refused
+    | Heartbeat
+    | Drain
+    | Shutdown
+    | Submit
+    | Cancel
+    | DeltaBatch
+    | ResponseFinished
+    | ResponseFailed
+    | Credit
+    | Generate
+    | Accepted
+    | Attach
+    | TokenBatch
+    | Ack
+    | StopAt
+    | Abort
+    | Finished
+    | Failed
+    | Load
+    | Progress
+    | Capacity
+    | SubmitStep
+    | StepResult
+    | GpuDone
+    | Reset
+)
