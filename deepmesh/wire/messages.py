@@ -149,7 +149,9 @@ class Submit(Message, frozen=True):
     """gateway -> tokenizer: one HTTP request as it came, plus what the gateway decided."""
 
     rid: Rid
-    protocol: str  # chat, completions, responses, messages, count_tokens, models, tokenize, detokenize
+    protocol: (
+        str  # chat, completions, responses, messages, count_tokens, models, tokenize, detokenize
+    )
     body: bytes
     seed: int  # 0 <= seed < 2**63; used unless the body names one
     api_key_hash: str = ""
@@ -200,7 +202,7 @@ class ResponseFinished(Message, frozen=True):
 
 
 class ResponseFailed(Message, frozen=True):
-    """tokenizer -> gateway: the one bad end of a request; the gateway shapes it for its protocol."""
+    """tokenizer -> gateway: the one bad end; the gateway shapes it for the caller's protocol."""
 
     rid: Rid
     code: ErrorCode

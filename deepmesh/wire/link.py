@@ -1,0 +1,136 @@
+"""The state of one link as seen from one side: sequence numbers, heartbeats, outbox. No I/O."""
+
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from deepmesh import __version__
+from deepmesh.config import Config
+from deepmesh.wire import codec
+from deepmesh.wire.messages import AnyMessage, Hello, ServiceStats, Welcome
+
+
+class Identity(NamedTuple):
+    """Who this process is on all its links; a new incarnation at every start."""
+
+    service: str
+    name: str
+    incarnation: bytes
+    config_hash: str = ""
+
+    @classmethod
+    def new(cls, service: str, name: str, config: Config | None = None) -> "Identity":
+        """A fresh incarnation of `name`."""
+        return cls(service, name, os.urandom(8), config.digest() if config else "")
+
+    def hello(self) -> Hello:
+        """First message of the dialling side."""
+        return Hello(
+            self.service,
+            self.name,
+            self.incarnation,
+            build=__version__,
+            config_hash=self.config_hash,
+        )
+
+    def welcome(self) -> Welcome:
+        """Answer of the listening side."""
+        return Welcome(
+            self.service,
+            self.name,
+            self.incarnation,
+            build=__version__,
+            config_hash=self.config_hash,
+        )
+
+
+@dataclass(eq=False)
+class Peer:
+    """The other side of a link that is up."""
+
+    service: str
+    name: str
+    key: str  # unique to this link; a restarted peer of the same name gets another
+    incarnation: bytes
+    build: str = ""
+    stats: ServiceStats = field(default_factory=ServiceStats)
+
+
+@dataclass(frozen=True)
+class PeerUp:
+    """A link is ready for data."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True)
+class PeerDown:
+    """A link is gone; what was sent and not answered may be lost."""
+
+    peer: Peer
+    reason: str
+
+
+@dataclass(frozen=True)
+class Mail:
+    """One message from a peer."""
+
+    peer: Peer
+    message: AnyMessage
+    attachments: list[bytes]
+    sent_ns: int
+    received_ns: int
+
+
+LinkEvent = PeerUp | PeerDown | Mail
+
+
+class Arrival(Enum):
+    """What the sequence number of a frame says."""
+
+    NEXT = 0
+    DUPLICATE = 1
+    GAP = 2
+
+
+class Link:
+    """Counters, timers and the outbox of one side of one link."""
+
+    def __init__(self, *, now: float, max_outbox: int) -> None:
+        self.peer: Peer | None = None
+        self.outbox: deque[list[bytes]] = deque()
+        self._max_outbox = max_outbox
+        self._next_out = 0
+        self._next_in = 0
+        self.last_heard = now
+        self.last_beat = now
+
+    def arrive(self, seq: int, now: float) -> Arrival:
+        """Count a frame that came in."""
+        self.last_heard = now
+        if seq < self._next_in:
+            return Arrival.DUPLICATE
+        if seq > self._next_in:
+            return Arrival.GAP
+        self._next_in += 1
+        return Arrival.NEXT
+
+    def post(self, message: AnyMessage, attachments: Sequence[bytes] = ()) -> bool:
+        """Number a message and queue it; False when the outbox is full (the link is beyond use)."""
+        if len(self.outbox) >= self._max_outbox:
+            return False
+        frames = codec.encode(
+            message, seq=self._next_out, sent_ns=time.time_ns(), attachments=attachments
+        )
+        self._next_out += 1
+        self.outbox.append(frames)
+        return True
+
+    def restart_outgoing(self) -> None:
+        """Begin numbering at 0 again: the other side has begun a new link."""
+        self._next_out = 0
+        self.outbox.clear()

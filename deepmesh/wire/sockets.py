@@ -1,0 +1,422 @@
+"""Links over ZeroMQ: `Listener` (ROUTER, many peers) and `Dialer` (DEALER, one peer).
+
+Every send is non-blocking into a bounded outbox; a full outbox, a sequence gap, silence or a
+closed connection end the link, and the dialling side begins a new one under a new identity
+(libzmq ignores a restarted peer that reuses its identity while the old link lingers).
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from deepmesh.config import LinksConfig
+from deepmesh.wire import codec
+from deepmesh.wire.link import Arrival, Identity, Link, LinkEvent, Mail, Peer, PeerDown, PeerUp
+from deepmesh.wire.messages import (
+    PROTOCOL_MAJOR,
+    AnyMessage,
+    Heartbeat,
+    Hello,
+    Refused,
+    ServiceStats,
+    Welcome,
+)
+
+__all__ = ["Dialer", "Identity", "LinkEvent", "Listener", "Mail", "Peer", "PeerDown", "PeerUp"]
+
+_log = logging.getLogger(__name__)
+_MAX_MESSAGE_BYTES = 1 << 28
+_LOOPBACK = ("tcp://127.", "tcp://localhost", "tcp://[::1]")
+
+
+def check_address(address: str) -> None:
+    """Refuse addresses that would carry plain text between hosts.
+
+    Raises:
+        ValueError: not ipc:// or loopback tcp://, or an ipc path that is too long.
+    """
+    if address.startswith("ipc://"):
+        if len(address.removeprefix("ipc://").encode()) > 107:
+            raise ValueError(f"{address}: a unix socket path has at most 107 bytes")
+    elif not address.startswith(_LOOPBACK):
+        raise ValueError(f"{address}: plain tcp is allowed on loopback only; use ipc:// here")
+
+
+class _Endpoint:
+    """What both sides share: the socket, its options, counters, the heartbeat clock."""
+
+    def __init__(
+        self,
+        address: str,
+        me: Identity,
+        links: LinksConfig,
+        stats: Callable[[], ServiceStats] = ServiceStats,
+    ) -> None:
+        check_address(address)
+        self.address = address
+        self.me = me
+        self.counters: Counter[str] = Counter()
+        self.generation = 0  # moves when `sockets` changes
+        self.after_send: Callable[[], None] | None = None
+        self.before_close: Callable[[], None] | None = None  # the sockets are about to close
+        self._links_config = links
+        self._stats = stats
+        self._events: list[LinkEvent] = []
+
+    @property
+    def patience_s(self) -> float:
+        """How long `receive` may go uncalled: shorter while something waits to be sent."""
+        return 0.05 if self._unsent() else self._links_config.heartbeat_s / 2
+
+    def _unsent(self) -> bool:
+        raise NotImplementedError
+
+    def _make_socket(self, kind: int) -> zmq.Socket[bytes]:
+        context = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())  # stubs lose it
+        socket: zmq.Socket[bytes] = context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, 1000)
+        socket.setsockopt(zmq.RCVHWM, 20_000)
+        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+        return socket
+
+    def _deliver(self, link: Link, frames: Sequence[bytes]) -> AnyMessage | None:
+        """Count and decode a frame of an open link; None when there is nothing to act on.
+
+        Raises:
+            _LinkBroken: the link cannot go on.
+        """
+        now = time.monotonic()
+        try:
+            header = codec.decode_header(frames)
+        except codec.WireError as error:
+            self.counters["bad_frames"] += 1
+            _log.warning("%s: dropped a frame: %s", self.me.name, error)
+            return None
+        match link.arrive(header.seq, now):
+            case Arrival.DUPLICATE:
+                self.counters["duplicates"] += 1
+                return None
+            case Arrival.GAP:
+                raise _LinkBroken("a message was lost (sequence gap)")
+            case Arrival.NEXT:
+                pass
+        try:
+            decoded = codec.decode(frames)
+        except codec.WireError as error:
+            unknown = isinstance(error, codec.UnknownTag)
+            self.counters["unknown_tags" if unknown else "bad_frames"] += 1
+            _log.warning("%s: refused a message: %s", self.me.name, error)
+            return None
+        if isinstance(decoded.message, Heartbeat):
+            if link.peer is not None:
+                link.peer.stats = decoded.message.stats
+            return None
+        if link.peer is not None and not isinstance(decoded.message, Hello | Welcome | Refused):
+            self._events.append(
+                Mail(
+                    link.peer,
+                    decoded.message,
+                    decoded.attachments,
+                    decoded.header.sent_ns,
+                    time.time_ns(),
+                )
+            )
+            return None
+        return decoded.message
+
+    def _beat(self, link: Link, now: float) -> bool:
+        """Send a heartbeat when one is due; False when the outbox is full."""
+        if now - link.last_beat < self._links_config.heartbeat_s:
+            return True
+        link.last_beat = now
+        return link.post(Heartbeat(self._stats(), time.time_ns()))
+
+    def _take_events(self) -> list[LinkEvent]:
+        events, self._events = self._events, []
+        return events
+
+
+class _LinkBroken(Exception):
+    """The link cannot go on; the text is the reason given in `PeerDown`."""
+
+
+class Listener(_Endpoint):
+    """Binds an address; peers dial in."""
+
+    def __init__(
+        self,
+        address: str,
+        me: Identity,
+        links: LinksConfig,
+        stats: Callable[[], ServiceStats] = ServiceStats,
+    ) -> None:
+        super().__init__(address, me, links, stats)
+        self.socket = self._make_socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.bind(address)
+        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._links: dict[bytes, Link] = {}
+        self._by_name: dict[str, bytes] = {}
+
+    @property
+    def sockets(self) -> list["zmq.Socket[bytes]"]:
+        """What to poll."""
+        return [self.socket]
+
+    @property
+    def peers(self) -> dict[str, Peer]:
+        """Peers whose link is up, by name."""
+        found = {name: self._links[key].peer for name, key in self._by_name.items()}
+        return {name: peer for name, peer in found.items() if peer is not None}
+
+    def receive(self) -> list[LinkEvent]:
+        """Everything that has arrived, without waiting; also keeps the links' clocks."""
+        while True:
+            try:
+                identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self._take(identity, frames)
+        self._tick()
+        return self._take_events()
+
+    def send(self, peer_name: str, message: AnyMessage, attachments: Sequence[bytes] = ()) -> bool:
+        """Queue a message for a peer; False (and nothing sent) when its link is not up."""
+        key = self._by_name.get(peer_name)
+        if key is None:
+            return False
+        link = self._links[key]
+        if not link.post(message, attachments):
+            self._drop(key, f"outbox of {self._links_config.max_outbox} messages is full")
+            return False
+        return self._flush(key, link)
+
+    def close(self) -> None:
+        """Give the address back."""
+        if self.before_close is not None:
+            self.before_close()
+        self.socket.close()
+
+    def _unsent(self) -> bool:
+        return any(link.outbox for link in self._links.values())
+
+    def _take(self, identity: bytes, frames: list[bytes]) -> None:
+        link = self._links.get(identity)
+        if link is None:
+            self._greet(identity, frames)
+            return
+        try:
+            self._deliver(link, frames)
+        except _LinkBroken as broken:
+            self._drop(identity, str(broken))
+
+    def _greet(self, identity: bytes, frames: list[bytes]) -> None:
+        """First message of an unknown identity: a Hello of our version, or a refusal."""
+        try:
+            decoded = codec.decode(frames)
+        except codec.OtherVersion as error:
+            self.counters["other_version"] += 1
+            self._refuse(identity, str(error))
+            return
+        except codec.WireError as error:
+            self.counters["bad_frames"] += 1
+            _log.warning("%s: dropped a frame: %s", self.me.name, error)
+            return
+        hello = decoded.message
+        if not isinstance(hello, Hello):
+            self._refuse(identity, "data before Hello")
+            return
+        if hello.protocol[0] != PROTOCOL_MAJOR:
+            self.counters["other_version"] += 1
+            self._refuse(
+                identity, f"protocol {hello.protocol[0]}, this side speaks {PROTOCOL_MAJOR}"
+            )
+            return
+        old = self._by_name.get(hello.name)
+        if old is not None:
+            self._drop(old, "replaced by a new link of the same name")
+        link = Link(now=time.monotonic(), max_outbox=self._links_config.max_outbox)
+        link.arrive(decoded.header.seq, time.monotonic())
+        link.peer = Peer(
+            hello.service, hello.name, identity.hex(), hello.incarnation, build=hello.build
+        )
+        self._links[identity] = link
+        self._by_name[hello.name] = identity
+        link.post(self.me.welcome())
+        if self._flush(identity, link):
+            self._events.append(PeerUp(link.peer))
+
+    def _refuse(self, identity: bytes, reason: str) -> None:
+        frames = codec.encode(Refused(reason), seq=0, sent_ns=time.time_ns())
+        try:
+            self.socket.send_multipart([identity, *frames], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            self.counters["unsent_refusals"] += 1  # the stranger left already
+
+    def _flush(self, identity: bytes, link: Link) -> bool:
+        while link.outbox:
+            try:
+                self.socket.send_multipart([identity, *link.outbox[0]], zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            except zmq.ZMQError as error:  # EHOSTUNREACH: ROUTER_MANDATORY, the peer is gone
+                self._drop(identity, f"connection closed ({error.strerror})")
+                return False
+            link.outbox.popleft()
+        if self.after_send is not None:
+            self.after_send()
+        return True
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        for identity, link in list(self._links.items()):
+            if now - link.last_heard > self._links_config.timeout_s:
+                self._drop(identity, f"silent for {self._links_config.timeout_s} s")
+            elif not self._beat(link, now):
+                self._drop(identity, "outbox is full")
+            elif link.outbox:
+                self._flush(identity, link)
+
+    def _drop(self, identity: bytes, reason: str) -> None:
+        link = self._links.pop(identity)
+        if link.peer is not None:
+            self._by_name.pop(link.peer.name, None)
+            self._events.append(PeerDown(link.peer, reason))
+
+
+class Dialer(_Endpoint):
+    """Connects to one listener and stays connected: a lost link is dialled again."""
+
+    def __init__(
+        self,
+        address: str,
+        me: Identity,
+        links: LinksConfig,
+        stats: Callable[[], ServiceStats] = ServiceStats,
+    ) -> None:
+        super().__init__(address, me, links, stats)
+        self.refused_reason = ""
+        self._open()
+
+    @property
+    def peer(self) -> Peer | None:
+        """The listener while the link is up."""
+        return self._link.peer
+
+    @property
+    def sockets(self) -> list["zmq.Socket[bytes]"]:
+        """What to poll."""
+        return [self.socket, self._monitor]
+
+    def receive(self) -> list[LinkEvent]:
+        """Everything that has arrived, without waiting; also keeps the link's clock."""
+        try:
+            self._drain()
+            self._watch_connection()
+            self._tick()
+        except _LinkBroken as broken:
+            self._reset(str(broken))
+        return self._take_events()
+
+    def send(self, message: AnyMessage, attachments: Sequence[bytes] = ()) -> bool:
+        """Queue a message; False (and nothing sent) when the link is not up."""
+        if self._link.peer is None:
+            return False
+        if not self._link.post(message, attachments):
+            self._reset(f"outbox of {self._links_config.max_outbox} messages is full")
+            return False
+        self._flush()
+        return True
+
+    def close(self) -> None:
+        """Hang up."""
+        self._close_socket()
+
+    def _open(self) -> None:
+        nonce = time.monotonic_ns().to_bytes(8, "big")
+        self.socket = self._make_socket(zmq.DEALER)
+        # libzmq keeps identities that begin with a zero byte for itself
+        self.socket.setsockopt(zmq.IDENTITY, b"d" + self.me.incarnation + nonce)
+        self.socket.setsockopt(zmq.IMMEDIATE, 1)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, 30)
+        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.socket.connect(self.address)
+        self.generation += 1
+        self._link = Link(now=time.monotonic(), max_outbox=self._links_config.max_outbox)
+        self._link.post(self.me.hello())
+        self._flush()
+
+    def _unsent(self) -> bool:
+        return bool(self._link.outbox)
+
+    def _close_socket(self) -> None:
+        if self.before_close is not None:
+            self.before_close()
+        self.socket.disable_monitor()
+        self._monitor.close()
+        self.socket.close()
+
+    def _reset(self, reason: str) -> None:
+        peer = self._link.peer
+        if peer is not None:
+            self._events.append(PeerDown(peer, reason))
+        self._close_socket()
+        self._open()
+        if self.after_send is not None:
+            self.after_send()
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = self._deliver(self._link, frames)
+            if isinstance(message, Welcome) and self._link.peer is None:
+                key = bytes(self.socket.getsockopt(zmq.IDENTITY)).hex()  # pyright: ignore[reportArgumentType]
+                self._link.peer = Peer(
+                    message.service, message.name, key, message.incarnation, build=message.build
+                )
+                self.refused_reason = ""
+                self._events.append(PeerUp(self._link.peer))
+            elif isinstance(message, Refused):
+                if message.reason != self.refused_reason:
+                    _log.warning("%s: %s refused: %s", self.me.name, self.address, message.reason)
+                self.refused_reason = message.reason
+                if self._link.peer is not None:
+                    raise _LinkBroken(f"refused: {message.reason}")
+
+    def _watch_connection(self) -> None:
+        closed = False
+        while self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # pyright: ignore[reportOperatorIssue]
+            parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+            closed = True
+        if closed and (self._link.peer is not None or not self._link.outbox):
+            raise _LinkBroken("connection closed")
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if self._link.peer is not None and not self._beat(self._link, now):
+            raise _LinkBroken("outbox is full")
+        if now - self._link.last_heard > self._links_config.timeout_s:
+            raise _LinkBroken(f"silent for {self._links_config.timeout_s} s")
+        if self._link.outbox:
+            self._flush()
+
+    def _flush(self) -> None:
+        outbox = self._link.outbox
+        while outbox:
+            try:
+                self.socket.send_multipart(outbox[0], zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            outbox.popleft()
+        if self.after_send is not None:
+            self.after_send()
