@@ -1,0 +1,297 @@
+"""Traces: span names, W3C trace context, and the OpenTelemetry exporters, in one place.
+
+Spans are made after the fact, from stamps that a service took anyway, so an unsampled or
+disabled trace costs next to nothing. Two exporters: JSON lines in RUN_DIR/traces (what
+`deepmesh trace` reads) and, when the standard OTEL_EXPORTER_OTLP_* variables name a collector,
+OTLP over HTTP. Each has a bounded queue and a thread; neither can slow a service down.
+"""
+
+import logging
+import os
+import random
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+from deepmesh import __version__
+from deepmesh.config import Config
+from deepmesh.trace_export import CountedExporter, CountedProcessor, FileExporter
+
+SPAN_REQUEST = "request"  # gateway: headers in to last byte out
+SPAN_TOKENIZE = "tokenize"  # tokenizer: body to prompt ids
+SPAN_QUEUE = "queue"  # scheduler: accepted to the begin of its first row
+SPAN_PREFILL = "prefill"  # scheduler: begin of the first row to the first token
+SPAN_DECODE = "decode"  # scheduler: first token to the last
+SPAN_DETOKENIZE = "detokenize"  # tokenizer: first token in to last event out
+SPAN_HOP = "hop"  # receiver of a message: sent to received
+SPAN_STEP = "group step"  # scheduler, a trace of its own: submitted to the last rank's result
+SPAN_FORWARD = "forward"  # child of a group step: one rank's begin to end on the device
+SPAN_LOAD = "load weights"  # executor, a trace of its own
+
+Value = str | int | float | bool
+
+FILE_DELAY_MS = 300  # `deepmesh trace last` sees a request this long after its end
+OTLP_TIMEOUT_S = 2.0  # unless OTEL_EXPORTER_OTLP_TIMEOUT says otherwise
+OTLP_PAUSE_S = 5.0  # after a failed export batches are dropped at once for this long
+
+_KINDS = {kind.name.lower(): kind for kind in SpanKind}
+_HEX = "([0-9a-f]{%d})"
+_TRACEPARENT = re.compile(f"{_HEX % 2}-{_HEX % 32}-{_HEX % 16}-{_HEX % 2}(-.*)?")
+_NO_TRACE, _NO_SPAN = "0" * 32, "0" * 16
+_SAMPLED, _UNSAMPLED = TraceFlags(TraceFlags.SAMPLED), TraceFlags(TraceFlags.DEFAULT)
+_SCOPE = InstrumentationScope("deepmesh", __version__)
+
+
+# ---------------------------------------------------------------- W3C trace context
+
+
+def new_traceparent(sampled: bool = True) -> str:
+    """A fresh root context. For a request start its root span (`Tracer.start`) instead: that one
+    applies telemetry.sample_ratio, and its `traceparent` is the parent of all that follows."""
+    return _format(_random_bits(128), _random_bits(64), sampled)
+
+
+def parse_traceparent(header: str) -> str | None:
+    """The header as version 00 in lower case, or None if W3C Trace Context calls it invalid."""
+    match = _TRACEPARENT.fullmatch(header.strip().lower())
+    if match is None:
+        return None
+    version, trace_id, span_id, flags, rest = match.groups()
+    if version == "ff" or (version == "00" and rest):
+        return None  # ff is forbidden; a later version may append fields, version 00 may not
+    if trace_id == _NO_TRACE or span_id == _NO_SPAN:
+        return None
+    return f"00-{trace_id}-{span_id}-{'01' if int(flags, 16) & 1 else '00'}"
+
+
+def is_sampled(traceparent: str) -> bool:
+    """Whether spans of this (normalised) trace context are recorded."""
+    return traceparent.endswith("1")
+
+
+def trace_id_of(traceparent: str) -> str:
+    """The 32 hex digits that `deepmesh trace` takes."""
+    return traceparent[3:35]
+
+
+def _format(trace_id: int, span_id: int, sampled: bool) -> str:
+    return f"00-{trace_id:032x}-{span_id:016x}-{'01' if sampled else '00'}"
+
+
+def _random_bits(count: int) -> int:
+    while (value := _ids.getrandbits(count)) == 0:
+        pass  # all zero means "no id"
+    return value
+
+
+_ids = random.Random(os.urandom(32))  # not the global one: tests and users seed that
+
+
+# ---------------------------------------------------------------- spans
+
+
+class Span:
+    """A span that has begun. `traceparent` is what its children get."""
+
+    __slots__ = ("_attributes", "_kind", "_name", "_parent", "_start_ns", "_tracer", "traceparent")
+
+    def __init__(
+        self, tracer: "Tracer", name: str, parent: str, start_ns: int, kind: str, own: str
+    ) -> None:
+        self._tracer: Tracer | None = tracer
+        self._name, self._parent, self._start_ns, self._kind = name, parent, start_ns, kind
+        self._attributes: dict[str, Value] = {}
+        self.traceparent = own
+
+    def set(self, key: str, value: Value) -> None:
+        """Add an attribute."""
+        self._attributes[key] = value
+
+    def end(self, end_ns: int = 0, error: str = "") -> None:
+        """Hand the span to the exporters; a second call does nothing."""
+        if (tracer := self._tracer) is None:
+            return
+        self._tracer = None
+        if tracer.enabled and is_sampled(self.traceparent):
+            end_ns = end_ns or time.time_ns()
+            tracer.emit(
+                self.traceparent,
+                self._name,
+                self._parent,
+                (self._start_ns, end_ns),
+                self._attributes,
+                error=error,
+                kind=self._kind,
+            )
+
+
+class Tracer:
+    """Makes the spans of one process. Safe to use from several threads."""
+
+    def __init__(
+        self, resource: Resource, exporters: Sequence[CountedProcessor], sample_ratio: float
+    ) -> None:
+        self._resource = resource
+        self._exporters = exporters
+        self._open = bool(exporters)
+        self._sample_below = int(sample_ratio * (1 << 64))
+
+    @property
+    def enabled(self) -> bool:
+        """Whether an exporter is there; without one nothing is ever sampled."""
+        return self._open
+
+    @property
+    def num_dropped(self) -> int:
+        """Spans lost so far: a full queue, or a collector that did not take them."""
+        return sum(exporter.num_dropped for exporter in self._exporters)
+
+    def new_traceparent(self) -> str:
+        """A fresh root context; `telemetry.sample_ratio` of the trace ids are sampled."""
+        trace_id = _random_bits(128)
+        low = trace_id & ((1 << 64) - 1)
+        sampled = self.enabled and low < self._sample_below
+        return _format(trace_id, _random_bits(64), sampled)
+
+    def record(
+        self,
+        name: str,
+        parent: str,
+        start_ns: int,
+        end_ns: int,
+        attributes: dict[str, Value] | None = None,
+        *,
+        links: Sequence[str] = (),
+        error: str = "",
+        kind: str = "internal",
+    ) -> str:
+        """Export a finished span and return its own traceparent.
+
+        Args:
+            parent: traceparent of the parent; empty (or not one) makes a root, which is sampled
+                by `telemetry.sample_ratio`. Below an unsampled parent nothing is recorded and
+                the parent itself comes back.
+            links: traceparents of other traces that this span belongs to.
+            error: marks the span as failed, with this text.
+            kind: internal, server, client, producer or consumer.
+        """
+        own, parent = self._own_and_parent(parent)
+        if is_sampled(own):
+            stamps = (start_ns, end_ns)
+            self.emit(
+                own, name, parent, stamps, attributes or {}, links=links, error=error, kind=kind
+            )
+        return own
+
+    def start(
+        self,
+        name: str,
+        parent: str = "",
+        start_ns: int = 0,
+        attributes: dict[str, Value] | None = None,
+        *,
+        kind: str = "internal",
+    ) -> Span:
+        """Begin a span whose end is not known yet; parents as in `record`."""
+        own, parent = self._own_and_parent(parent)
+        span = Span(self, name, parent, start_ns or time.time_ns(), kind, own)
+        for key, value in (attributes or {}).items():
+            span.set(key, value)
+        return span
+
+    def _own_and_parent(self, parent: str) -> tuple[str, str]:
+        """The new span's traceparent, and its parent's in normal form ("" for a root)."""
+        normal = parse_traceparent(parent) if parent else None
+        if normal is None:
+            return self.new_traceparent(), ""
+        if not self.enabled:
+            return normal[:-2] + "00", ""
+        if not is_sampled(normal):
+            return normal, ""
+        return f"{normal[:36]}{_random_bits(64):016x}-01", normal
+
+    def emit(
+        self,
+        own: str,
+        name: str,
+        parent: str,
+        stamps: tuple[int, int],
+        attributes: dict[str, Value],
+        *,
+        links: Sequence[str] = (),
+        error: str = "",
+        kind: str = "internal",
+    ) -> None:
+        """Queue one finished, sampled span for every exporter; `record` and `Span` call this."""
+        span = ReadableSpan(
+            name,
+            context=_context(own, remote=False),
+            parent=_context(parent, remote=True) if parent else None,
+            resource=self._resource,
+            attributes=attributes,
+            links=[
+                Link(_context(link, remote=True)) for link in map(parse_traceparent, links) if link
+            ],
+            kind=_KINDS[kind],
+            instrumentation_scope=_SCOPE,
+            status=Status(StatusCode.ERROR, error) if error else Status(),
+            start_time=stamps[0],
+            end_time=stamps[1],
+        )
+        for exporter in self._exporters:
+            exporter.on_end(span)
+
+    def shutdown(self) -> None:
+        """Export what is queued; returns within about 2 s even if a collector hangs."""
+        self._open = False
+        for exporter in self._exporters:
+            exporter.shutdown()
+
+
+def _context(traceparent: str, *, remote: bool) -> SpanContext:
+    flags = _SAMPLED if is_sampled(traceparent) else _UNSAMPLED
+    return SpanContext(int(traceparent[3:35], 16), int(traceparent[36:52], 16), remote, flags)
+
+
+# ---------------------------------------------------------------- set-up
+
+
+def setup(service: str, name: str, config: Config) -> Tracer:
+    """The tracer of this process: `service` is "gateway", `name` is "gateway-0"."""
+    settings = config.telemetry
+    resource = Resource.create(
+        {
+            "service.name": f"deepmesh-{service}",
+            "service.namespace": config.mesh.name,
+            "service.instance.id": name,
+            "service.version": __version__,
+        }
+    )
+    exporters: list[CountedProcessor] = []
+    if settings.enabled and os.environ.get("OTEL_SDK_DISABLED", "").lower() != "true":
+        if settings.file:
+            path = Path(config.mesh.run_dir) / "traces" / f"{name}.jsonl"
+            writer = FileExporter(path, service, name)
+            exporters.append(CountedProcessor(CountedExporter(writer, 0.0), FILE_DELAY_MS))
+        if otlp := _otlp_exporter():
+            exporters.append(CountedProcessor(CountedExporter(otlp, OTLP_PAUSE_S), None))
+    return Tracer(resource, exporters, settings.sample_ratio)
+
+
+def _otlp_exporter() -> SpanExporter | None:
+    variables = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    if not any(os.environ.get(variable) for variable in variables):
+        return None
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    # Its every failed attempt would be a line in our logs; CountedExporter says it once.
+    logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)
+    timed = any(os.environ.get(v[: -len("ENDPOINT")] + "TIMEOUT") for v in variables)
+    return OTLPSpanExporter(timeout=None if timed else OTLP_TIMEOUT_S)
