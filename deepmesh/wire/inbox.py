@@ -95,6 +95,12 @@ class AsyncInbox:
         if self._loop is not None:
             self._attach(endpoint)
 
+    def remove(self, endpoint: Endpoint) -> None:
+        """Stop reading this endpoint and close it."""
+        self._endpoints.remove(endpoint)
+        endpoint.after_send = None
+        endpoint.close()
+
     def close(self) -> None:
         """Stop reading and close the endpoints."""
         if self._timer is not None:

@@ -357,6 +357,8 @@ class Dialer(_Endpoint):
         return bool(self._link.outbox)
 
     def _close_socket(self) -> None:
+        if self.socket.closed:
+            return
         if self.before_close is not None:
             self.before_close()
         self.socket.disable_monitor()

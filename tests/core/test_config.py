@@ -1,0 +1,58 @@
+"""mesh.toml: defaults work, mistakes are named by their key."""
+
+from pathlib import Path
+
+import pytest
+
+from deepmesh.config import ConfigError, load_config
+
+
+def test_defaults_need_no_file() -> None:
+    config = load_config(None)
+    assert config.served_model == "tiny"
+    assert Path(config.mesh.model).is_absolute()
+    assert config.tokenizer_address(0).startswith("ipc://")
+
+
+def test_the_model_path_is_relative_to_the_file(tmp_path: Path) -> None:
+    (tmp_path / "mesh.toml").write_text('[mesh]\nmodel = "m/x"\nserved_model = "chat"\n')
+    config = load_config(tmp_path / "mesh.toml")
+    assert config.mesh.model == str(tmp_path / "m" / "x")
+    assert config.served_model == "chat"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[gateway]\nporrt = 1\n", ["porrt", "gateway"]),
+        ("[gateway]\nport = 'x'\n", ["gateway.port"]),
+        ("[gateway]\nport = 70000\n", ["gateway.port", "65535"]),
+        ("[scheduler]\ndepth = 4\n", ["scheduler.depth"]),
+        ("[executor]\ndevice = 'tpu'\n", ["executor.device"]),
+        ("[links]\nheartbeat_s = 5\ntimeout_s = 6\n", ["links.timeout_s"]),
+        ("[gateway]\napi_keys = ['secret']\n", ["gateway.api_keys", "SHA-256"]),
+        ("[mesh]\nrun_dir = '/" + "d" * 100 + "'\n", ["mesh.run_dir", "107"]),
+        ("[nonsense]\n", ["nonsense"]),
+        ("not toml", ["mesh.toml"]),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, text: str, words: list[str]) -> None:
+    path = tmp_path / "mesh.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.toml"):
+        load_config(tmp_path / "absent.toml")
+
+
+def test_peers_with_another_configuration_have_another_digest(tmp_path: Path) -> None:
+    path = tmp_path / "mesh.toml"
+    path.write_text("")
+    one = load_config(path).digest()
+    path.write_text("[scheduler]\ndepth = 1\n")
+    assert load_config(path).digest() != one

@@ -1,0 +1,325 @@
+"""Links over real sockets: greeting, order, loss, refusal, replacement."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgpack
+import pytest
+import zmq
+
+from deepmesh.config import LinksConfig
+from deepmesh.wire import codec
+from deepmesh.wire import messages as m
+from deepmesh.wire.inbox import AsyncInbox, Inbox
+from deepmesh.wire.link import LinkEvent
+from deepmesh.wire.sockets import Dialer, Identity, Listener, Mail, PeerDown, PeerUp
+
+LINKS = LinksConfig(heartbeat_s=0.05, timeout_s=0.5)
+RID = b"r" * 16
+MakeDialer = Callable[..., Dialer]
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/s"
+
+
+@pytest.fixture
+def listener(address: str) -> Iterator[Listener]:
+    listener = Listener(address, Identity.new("scheduler", "scheduler-0"), LINKS)
+    yield listener
+    listener.close()
+
+
+@pytest.fixture
+def dial(address: str) -> Iterator[MakeDialer]:
+    made: list[Dialer] = []
+
+    def make(name: str = "tokenizer-0", links: LinksConfig = LINKS) -> Dialer:
+        made.append(Dialer(address, Identity.new("tokenizer", name), links))
+        return made[-1]
+
+    yield make
+    for dialer in made:
+        dialer.close()
+
+
+def pump(
+    until: Callable[[list[LinkEvent]], bool], *endpoints: Listener | Dialer
+) -> list[LinkEvent]:
+    """Run the endpoints until `until(events so far)`; fails after 10 s."""
+    seen: list[LinkEvent] = []
+    deadline = time.monotonic() + 10
+    while not until(seen):
+        assert time.monotonic() < deadline, seen
+        poller = zmq.Poller()
+        for endpoint in endpoints:
+            for socket in endpoint.sockets:
+                poller.register(socket, zmq.POLLIN)
+        poller.poll(5)
+        for endpoint in endpoints:
+            seen += endpoint.receive()
+    return seen
+
+
+def both_up(events: list[LinkEvent]) -> bool:
+    return sum(isinstance(e, PeerUp) for e in events) >= 2
+
+
+def mails(events: list[LinkEvent]) -> list[m.AnyMessage]:
+    return [e.message for e in events if isinstance(e, Mail)]
+
+
+def test_both_sides_learn_who_the_other_is(listener: Listener, dial: MakeDialer) -> None:
+    dialer = dial()
+    events = pump(both_up, listener, dialer)
+    names = {e.peer.name: e.peer.service for e in events}
+    assert names == {"tokenizer-0": "tokenizer", "scheduler-0": "scheduler"}
+    assert dialer.peer is not None
+    assert set(listener.peers) == {"tokenizer-0"}
+
+
+def test_messages_arrive_in_order_with_attachments(listener: Listener, dial: MakeDialer) -> None:
+    dialer = dial()
+    pump(both_up, listener, dialer)
+    for n in range(500):
+        assert dialer.send(m.Credit(RID, n), [b"block", b"%d" % n])
+    events = pump(lambda seen: len(mails(seen)) == 500, listener)
+    assert [e.num_events for e in mails(events) if isinstance(e, m.Credit)] == list(range(500))
+    last = events[-1]
+    assert isinstance(last, Mail)
+    assert last.attachments == [b"block", b"499"]
+    assert 0 < last.sent_ns <= last.received_ns
+
+
+def test_sending_without_a_link_says_so(listener: Listener, dial: MakeDialer) -> None:
+    assert not dial().send(m.Cancel(RID))
+    assert not listener.send("nobody", m.Cancel(RID))
+
+
+def test_a_dialler_waits_for_its_listener(address: str, dial: MakeDialer) -> None:
+    dialer = dial()
+    assert dialer.receive() == []
+    late = Listener(address, Identity.new("scheduler", "scheduler-0"), LINKS)
+    pump(both_up, late, dialer)
+    late.close()
+
+
+def test_a_restarted_listener_is_noticed_and_dialled_again(
+    address: str, listener: Listener, dial: MakeDialer
+) -> None:
+    dialer = dial()
+    pump(both_up, listener, dialer)
+    listener.close()
+    pump(lambda seen: any(isinstance(e, PeerDown) for e in seen), dialer)
+    assert not dialer.send(m.Cancel(RID))
+    again = Listener(address, Identity.new("scheduler", "scheduler-0"), LINKS)
+    pump(both_up, again, dialer)
+    assert dialer.send(m.Cancel(RID))
+    assert mails(pump(lambda seen: bool(mails(seen)), again)) == [m.Cancel(RID)]
+    again.close()
+
+
+def test_a_vanished_dialler_is_noticed(listener: Listener, dial: MakeDialer) -> None:
+    dialer = dial()
+    pump(both_up, listener, dialer)
+    dialer.close()
+    events = pump(lambda seen: any(isinstance(e, PeerDown) for e in seen), listener)
+    assert [e.peer.name for e in events] == ["tokenizer-0"]
+    assert listener.peers == {}
+
+
+def test_a_new_link_of_the_same_name_replaces_the_old(listener: Listener, dial: MakeDialer) -> None:
+    pump(both_up, listener, dial())
+    second = dial()
+    events = pump(both_up, listener, second)
+    down = [e for e in events if isinstance(e, PeerDown)]
+    assert down
+    assert "replaced" in down[0].reason
+    listener.send("tokenizer-0", m.Cancel(RID))
+    assert mails(pump(lambda seen: bool(mails(seen)), second)) == [m.Cancel(RID)]
+
+
+def test_silence_ends_a_link(listener: Listener, dial: MakeDialer) -> None:
+    mute = dial(links=LinksConfig(heartbeat_s=60, timeout_s=120))
+    pump(both_up, listener, mute)
+    events = pump(lambda seen: any(isinstance(e, PeerDown) for e in seen), listener)
+    assert any("silent" in e.reason for e in events if isinstance(e, PeerDown))
+
+
+def test_heartbeats_carry_the_load(address: str, dial: MakeDialer) -> None:
+    stats = m.ServiceStats(True, 5, [])
+    listener = Listener(address, Identity.new("tokenizer", "t"), LINKS, lambda: stats)
+    dialer = dial()
+    pump(lambda _: dialer.peer is not None and dialer.peer.stats == stats, listener, dialer)
+    listener.close()
+
+
+class RawPeer:
+    """A peer on pyzmq and msgpack alone."""
+
+    def __init__(self, address: str) -> None:
+        self.socket = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(address)
+        self.seq = 0
+
+    def send(self, *fields: object, seq: int | None = None, major: int = 1) -> None:
+        header = msgpack.packb([major, self.seq if seq is None else seq, 0])
+        self.socket.send_multipart([header, msgpack.packb(list(fields))])
+        self.seq += 1
+
+    def hello(self) -> None:
+        self.send("Hello", "tokenizer", "raw", b"12345678", [1, 0])
+
+    def receive(self, listener: Listener) -> list[object]:
+        pump(lambda _: bool(self.socket.poll(0)), listener)
+        return msgpack.unpackb(self.socket.recv_multipart()[1])
+
+
+@pytest.fixture
+def raw(listener: Listener, address: str) -> Iterator[RawPeer]:
+    peer = RawPeer(address)
+    yield peer
+    peer.socket.close()
+
+
+def test_a_foreign_peer_is_welcomed(listener: Listener, raw: RawPeer) -> None:
+    raw.hello()
+    assert raw.receive(listener)[:3] == ["Welcome", "scheduler", "scheduler-0"]
+
+
+def test_data_before_hello_is_refused(listener: Listener, raw: RawPeer) -> None:
+    raw.send("Cancel", RID)
+    assert raw.receive(listener)[:2] == ["Refused", "data before Hello"]
+
+
+@pytest.mark.parametrize(("major", "protocol"), [(1, [2, 0]), (2, [2, 0])])
+def test_another_major_version_is_refused_naming_both(
+    listener: Listener, raw: RawPeer, major: int, protocol: list[int]
+) -> None:
+    raw.send("Hello", "tokenizer", "raw", b"12345678", protocol, major=major)
+    tag, reason, mine = raw.receive(listener)
+    assert (tag, mine) == ("Refused", [1, 0])
+    assert "2" in str(reason)
+    assert "1" in str(reason)
+    assert listener.peers == {}
+
+
+def test_a_newer_minor_version_is_served(listener: Listener, raw: RawPeer) -> None:
+    raw.send("Hello", "tokenizer", "raw", b"12345678", [1, 1], "b", "c", 0, b"", 0, "new field")
+    assert raw.receive(listener)[0] == "Welcome"
+
+
+def test_unknown_tags_are_counted_and_the_link_lives(listener: Listener, raw: RawPeer) -> None:
+    raw.hello()
+    raw.send("Elect", 1)
+    raw.socket.send_multipart([b"\xc1", b"\xc1"])
+    raw.send("Cancel", RID)
+    assert mails(pump(lambda seen: bool(mails(seen)), listener)) == [m.Cancel(RID)]
+    assert listener.counters == {"unknown_tags": 1, "bad_frames": 1}
+
+
+def test_a_duplicate_is_dropped(listener: Listener, raw: RawPeer) -> None:
+    raw.hello()
+    raw.send("Credit", RID, 1)
+    raw.send("Credit", RID, 1, seq=1)
+    raw.send("Credit", RID, 2, seq=2)
+    got = mails(pump(lambda seen: len(mails(seen)) >= 2, listener))
+    assert got == [m.Credit(RID, 1), m.Credit(RID, 2)]
+    assert listener.counters["duplicates"] == 1
+
+
+def test_a_gap_ends_the_link(listener: Listener, raw: RawPeer) -> None:
+    raw.hello()
+    raw.send("Credit", RID, 1, seq=5)
+    events = pump(lambda seen: any(isinstance(e, PeerDown) for e in seen), listener)
+    assert any("sequence gap" in e.reason for e in events if isinstance(e, PeerDown))
+    assert mails(events) == []
+
+
+def test_a_peer_that_does_not_read_is_dropped_not_waited_for(address: str, raw: RawPeer) -> None:
+    raw.socket.close()
+    links = LinksConfig(heartbeat_s=5, timeout_s=10, max_outbox=10)
+    # tcp has its own buffers: make the messages large, so that they fill
+    listener = Listener("tcp://127.0.0.1:0", Identity.new("scheduler", "s"), links)
+    deaf = RawPeer(listener.address)
+    deaf.hello()
+    pump(lambda _: bool(listener.peers), listener)
+    start = time.monotonic()
+    sent = 0
+    while listener.send("raw", m.Cancel(RID), [bytes(1 << 18)]) and sent < 5000:
+        sent += 1
+    assert sent < 5000
+    assert listener.peers == {}
+    assert time.monotonic() - start < 5
+    deaf.socket.close()
+    listener.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "word"),
+    [("tcp://10.1.2.3:5", "loopback"), ("tcp://*:5", "loopback"), ("ipc:///" + "a" * 120, "107")],
+)
+def test_unsafe_addresses_are_refused(address: str, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        Listener(address, Identity.new("s", "s"), LINKS)
+
+
+def test_wake_ends_a_wait(listener: Listener) -> None:
+    inbox = Inbox(listener)
+    inbox.wake()
+    start = time.monotonic()
+    assert inbox.wait(30) == []
+    assert time.monotonic() - start < 5
+    inbox.close()
+
+
+def test_asyncio_side_sees_every_message_and_a_restart(tmp_path: Path) -> None:
+    """Ping-pong is where an edge-triggered descriptor loses its edge."""
+
+    async def scenario() -> list[int]:
+        address = f"ipc://{tmp_path}/a"
+        enough = asyncio.Event()
+        got: list[int] = []
+
+        def on_event(endpoint: Listener | Dialer, event: LinkEvent) -> None:
+            match event:
+                case Mail(message=m.Credit(num_events=n)):
+                    if isinstance(endpoint, Listener):
+                        endpoint.send(event.peer.name, m.Credit(RID, n))
+                    else:
+                        got.append(n)
+                        dialer.send(m.Credit(RID, n + 1))
+                    if len(got) in (300, 600):
+                        enough.set()
+                case PeerUp() if isinstance(endpoint, Dialer):
+                    dialer.send(m.Credit(RID, len(got)))
+                case _:
+                    pass
+
+        inbox = AsyncInbox(on_event)
+        first = Listener(address, Identity.new("scheduler", "s"), LINKS)
+        inbox.add(first)
+        dialer = Dialer(address, Identity.new("tokenizer", "t"), LINKS)
+        inbox.add(dialer)
+        inbox.start(asyncio.get_running_loop())
+        await asyncio.wait_for(enough.wait(), 20)
+        enough.clear()
+        inbox.remove(first)
+        inbox.add(Listener(address, Identity.new("scheduler", "s"), LINKS))
+        await asyncio.wait_for(enough.wait(), 20)
+        inbox.close()
+        return got
+
+    got = asyncio.run(scenario())
+    assert len(got) >= 600
+    assert sorted(set(got)) == list(range(max(got) + 1))
+
+
+def test_frames_are_header_then_payload() -> None:
+    header, payload = codec.encode(m.Cancel(RID), seq=1, sent_ns=2)
+    assert msgpack.unpackb(header) == [1, 1, 2]
+    assert msgpack.unpackb(payload) == ["Cancel", RID]
