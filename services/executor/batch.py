@@ -1,0 +1,121 @@
+"""`StepBatch`: the tensors of one forward, mixed prefill chunks and decode rows alike."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+NO_BLOCK = -1  # entry of a block table that holds nothing (released, or not there yet)
+NO_ID = -1  # Engram context before the first position of a request
+
+
+@dataclass(frozen=True)
+class BatchRow:
+    """One request's part of a step: `ids` at positions start, start + 1, …
+
+    The block tables are indexed by position // 64. They must hold a block for every position
+    that the row writes; the window table also for the `sliding_window - 1` positions before
+    `start`. Anything else may be NO_BLOCK.
+    """
+
+    ids: Sequence[int] | NDArray[np.int32]
+    start: int
+    global_blocks: Sequence[int] | NDArray[np.int32]
+    window_blocks: Sequence[int] | NDArray[np.int32]
+    state_block: int
+    context: Sequence[int] | NDArray[np.int32] = ()  # up to 3 ids just before `start`, oldest first
+    num_logits: int = 1  # logits are wanted of the last so many ids
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """Rows laid end to end: token i of the batch has ids[i] at positions[i]."""
+
+    ids: Tensor  # [num_tokens], int64
+    positions: Tensor  # [num_tokens], int64
+    row_starts: Tensor  # [num_rows + 1], int64: first token of each row, then num_tokens
+    global_blocks: Tensor  # [num_rows, max_blocks], int32, by position // 64, NO_BLOCK for none
+    window_blocks: Tensor  # [num_rows, max_blocks], int32, the same
+    state_blocks: Tensor  # [num_rows], int32
+    engram_context: Tensor  # [num_rows, 3], int64: ids before each row, NO_ID for none
+    logit_tokens: Tensor  # [num_sampled], int64: tokens of the batch whose logits are wanted
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows."""
+        return self.ids.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows, that is requests."""
+        return self.state_blocks.shape[0]
+
+    @staticmethod
+    def build(rows: Sequence[BatchRow], context_ids: int = 3) -> "StepBatch":
+        """Tensors for `rows`; `context_ids` is `ModelConfig.context_ids`.
+
+        Logits come in the order of the rows, and within a row in the order of positions.
+
+        Raises:
+            ValueError: a row is empty, or lacks a block that it would write to.
+        """
+        widths = [len(row.ids) for row in rows]
+        ends = np.cumsum([0, *widths])
+        for index, row in enumerate(rows):
+            _check_row(index, row)
+        wanted = [
+            np.arange(ends[i + 1] - row.num_logits, ends[i + 1]) for i, row in enumerate(rows)
+        ]
+        return StepBatch(
+            ids=_join([np.asarray(row.ids, np.int64) for row in rows]),
+            positions=_join(
+                [np.arange(r.start, r.start + n) for r, n in zip(rows, widths, strict=True)]
+            ),
+            row_starts=torch.from_numpy(ends.astype(np.int64)),
+            global_blocks=_table([row.global_blocks for row in rows]),
+            window_blocks=_table([row.window_blocks for row in rows]),
+            state_blocks=torch.tensor([row.state_block for row in rows], dtype=torch.int32),
+            engram_context=_context([row.context for row in rows], context_ids),
+            logit_tokens=_join(wanted),
+        )
+
+
+def _check_row(index: int, row: BatchRow) -> None:
+    width = len(row.ids)
+    if width == 0:
+        raise ValueError(f"row {index}: has no ids")
+    if not 0 <= row.num_logits <= width:
+        raise ValueError(f"row {index}: num_logits {row.num_logits} is not within 0..{width}")
+    first, last = row.start // 64, (row.start + width - 1) // 64
+    for name, blocks in (("global", row.global_blocks), ("window", row.window_blocks)):
+        held = np.asarray(blocks[first : last + 1])
+        if len(held) != last + 1 - first or (held < 0).any():
+            raise ValueError(
+                f"row {index}: no {name} block for some of the positions"
+                f" {row.start}..{row.start + width - 1}"
+            )
+
+
+def _join(parts: list[NDArray[np.int64]]) -> Tensor:
+    if not parts:
+        return torch.zeros(0, dtype=torch.int64)
+    return torch.from_numpy(np.concatenate(parts).astype(np.int64, copy=False))
+
+
+def _table(tables: list[Sequence[int] | NDArray[np.int32]]) -> Tensor:
+    width = max([len(table) for table in tables], default=0)
+    padded = np.full((len(tables), max(1, width)), NO_BLOCK, np.int32)
+    for row, table in enumerate(tables):
+        padded[row, : len(table)] = table
+    return torch.from_numpy(padded)
+
+
+def _context(contexts: list[Sequence[int] | NDArray[np.int32]], context_ids: int) -> Tensor:
+    padded = np.full((len(contexts), context_ids), NO_ID, np.int64)
+    for row, ids in enumerate(contexts):
+        kept = ids[-context_ids:] if context_ids else []
+        padded[row, context_ids - len(kept) :] = kept
+    return torch.from_numpy(padded)
