@@ -1,0 +1,64 @@
+"""Where the gateway of a mesh is found on this machine, and whether it can serve."""
+
+import http.client
+import socket
+from urllib.parse import urlsplit
+
+import msgspec
+
+from deepmesh.config import Config
+
+
+class PortError(RuntimeError):
+    """The gateway's port cannot be had."""
+
+
+def gateway_url(config: Config) -> str:
+    """The address that a client on this machine uses."""
+    if config.gateway.address:
+        return config.gateway.address.rstrip("/")
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.gateway.host, config.gateway.host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{config.gateway.port}"
+
+
+def gateway_is_ready(url: str, timeout_s: float = 2.0) -> bool:
+    """Whether GET /ready answers 200: every service behind the gateway can work."""
+    parts = urlsplit(url)
+    make = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = make(parts.hostname or "", parts.port, timeout=timeout_s)
+    try:
+        connection.request("GET", "/ready")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def with_free_port(config: Config) -> Config:
+    """A free port instead of 0: a restarted gateway must come back at the same address."""
+    if config.gateway.port or config.gateway.address:
+        return config
+    with _bind(config.gateway.host, 0) as probe:
+        port = probe.getsockname()[1]
+    gateway = msgspec.structs.replace(config.gateway, port=port)
+    return msgspec.structs.replace(config, gateway=gateway)
+
+
+def check_port(config: Config) -> None:
+    """Raise PortError unless a gateway could bind its port now."""
+    if not config.gateway.address:
+        _bind(config.gateway.host, config.gateway.port).close()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    probe = socket.socket(family, socket.SOCK_STREAM)
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the gateway does
+    try:
+        probe.bind((host, port))
+    except OSError as error:
+        probe.close()
+        why = error.strerror or error
+        raise PortError(f"gateway.port: {host}:{port}: {why}; choose another (--port)") from error
+    return probe
