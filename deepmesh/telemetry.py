@@ -248,6 +248,10 @@ class Tracer:
         for exporter in self._exporters:
             exporter.on_end(span)
 
+    def flush(self) -> bool:
+        """Export what is queued now; for tests and the end of a command."""
+        return all([exporter.force_flush() for exporter in self._exporters])
+
     def shutdown(self) -> None:
         """Export what is queued; returns within about 2 s even if a collector hangs."""
         self._open = False

@@ -20,9 +20,12 @@ _log = logging.getLogger(__name__)
 class FileExporter(SpanExporter):
     """One finished span a line, in one file a process."""
 
-    def __init__(self, path: Path, service: str, process: str) -> None:
+    def __init__(
+        self, path: Path, service: str, process: str, max_bytes: int = MAX_FILE_BYTES
+    ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._service, self._process = path, service, process
+        self._max_bytes = max_bytes
         self._file: TextIO = path.open("a", encoding="utf-8")
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
@@ -31,7 +34,7 @@ class FileExporter(SpanExporter):
         try:
             self._file.write("".join(lines))
             self._file.flush()
-            if self._file.tell() > MAX_FILE_BYTES:
+            if self._file.tell() > self._max_bytes:
                 self._rotate()
         except OSError:
             return SpanExportResult.FAILURE
