@@ -1,0 +1,141 @@
+"""The HTTP application: routes, request ids on every answer, JSON errors."""
+
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deepmesh import __version__
+from services.gateway import errors, exposition
+from services.gateway.arrival import Arrival, arrive
+from services.gateway.errors import Problem, Shape
+from services.gateway.exposition import Exposition
+from services.gateway.forward import Edge, Forward
+from services.gateway.tokenizers import Tokenizers
+
+POST_ROUTES = {  # path: protocol as it is called in `Submit`
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/messages": "messages",
+    "/v1/messages/count_tokens": "count_tokens",
+    "/tokenize": "tokenize",
+    "/detokenize": "detokenize",
+}
+MODEL_ROUTES = ("/v1/models", "/v1/models/{model_id:path}")
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Stamp:
+    """Outermost layer: makes the `Arrival` and puts its ids on the answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, with `scope["arrival"]`."""
+        arrival = arrive(scope["path"], scope["headers"])
+        scope["arrival"] = arrival
+
+        async def stamped(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                arrival.status = message["status"]
+                message["headers"] = [*message["headers"], *_id_headers(arrival)]
+            await send(message)
+
+        await self._app(scope, receive, stamped)
+
+
+def make_app(edge: Edge, tokenizers: Tokenizers, figures: Exposition) -> Starlette:
+    """The application; it owns nothing."""
+    routes = [
+        Route(path, Forward(edge, protocol, path), methods=["POST"])
+        for path, protocol in POST_ROUTES.items()
+    ]
+    routes += [Route(path, Forward(edge, "models", path), methods=["GET"]) for path in MODEL_ROUTES]
+
+    async def health(request: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def ready(request: Request) -> Response:
+        if tokenizers.is_ready:
+            return _json({"status": "ready"})
+        up = f"{len(tokenizers.peers)} of {tokenizers.num_links} tokenizers are linked"
+        return _problem(request, Problem(503, "not_ready", f"{up}, none has a ready replica"))
+
+    async def version(request: Request) -> Response:
+        return _json({"version": __version__})
+
+    async def metrics(request: Request) -> Response:
+        return Response(figures.text(), media_type=exposition.CONTENT_TYPE)
+
+    async def load(request: Request) -> Response:
+        return _json({"server_load": len(edge.streams)})
+
+    plain: dict[str, Handler] = {
+        "/health": health,
+        "/ping": health,
+        "/ready": ready,
+        "/version": version,
+        "/metrics": metrics,
+        "/load": load,
+    }
+    routes += [Route(path, handler) for path, handler in plain.items()]
+    return Starlette(
+        routes=routes,
+        middleware=[Middleware(Stamp)],
+        exception_handlers={404: _not_found, 405: _wrong_method, Exception: _broken},
+    )
+
+
+def _id_headers(arrival: Arrival) -> list[tuple[bytes, bytes]]:
+    request_id = arrival.request_id.encode()
+    headers = [(b"x-request-id", request_id)]
+    if arrival.shape is Shape.ANTHROPIC:
+        headers.append((b"request-id", request_id))
+    return headers
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def _problem(request: Request, problem: Problem) -> Response:
+    arrival: Arrival = request.scope["arrival"]
+    body = errors.body(problem, arrival.shape, arrival.request_id)
+    response = Response(body, problem.status, media_type="application/json")
+    if seconds := errors.retry_after(problem):
+        response.headers["retry-after"] = seconds
+    return response
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    message = f"there is no route {request.url.path!r} here"
+    return _problem(request, Problem(404, "unknown_route", message))
+
+
+async def _wrong_method(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    allowed = sorted((error.headers or {}).get("Allow", "").replace(" ", "").split(","))
+    allow = ", ".join([*allowed, "OPTIONS"])
+    if request.method == "OPTIONS":
+        return Response(status_code=204, headers={"allow": allow})
+    message = f"{request.method} does not go with {request.url.path!r}; use {allowed[0]}"
+    response = _problem(request, Problem(405, "method_not_allowed", message))
+    response.headers["allow"] = allow
+    return response
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    """A bug of ours; the traceback goes to the log, the caller gets an id to ask with."""
+    response = _problem(request, Problem(500, "internal_error", "the gateway failed; see its log"))
+    for name, value in _id_headers(request.scope["arrival"]):
+        response.headers[name.decode()] = value.decode()
+    return response

@@ -1,0 +1,177 @@
+"""`/metrics`: our names, and vLLM's beside them where the meaning is the same."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from deepmesh import __version__
+from deepmesh.wire.messages import ReplicaStats
+from services.gateway.metrics import Histogram, Metrics
+from services.gateway.streams import Streams
+from services.gateway.tokenizers import Tokenizers
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_POOLS = ("global", "window", "state")
+_Read = Callable[[ReplicaStats], float]
+
+# name without the prefix, what it is, how to read it, vLLM's name
+_REPLICA_GAUGES: list[tuple[str, str, _Read, str]] = [
+    ("requests_running", "Requests that hold blocks", lambda r: r.running, "num_requests_running"),
+    ("requests_waiting", "Requests in the queue", lambda r: r.waiting, "num_requests_waiting"),
+    ("waiting_tokens", "Prompt tokens not yet computed", lambda r: r.waiting_tokens, ""),
+    ("inflight_tokens", "Tokens of steps not yet resolved", lambda r: r.inflight_tokens, ""),
+    ("kv_usage", "Share of the fullest pool in use", lambda r: kv_usage(r), "kv_cache_usage_perc"),
+    ("replica_ready", "1 when the replica serves", lambda r: r.ready, ""),
+    ("max_model_len", "Longest prompt and output together", lambda r: r.max_model_len, ""),
+]
+_REPLICA_COUNTERS: list[tuple[str, str, _Read, str]] = [
+    ("preemptions", "Preempted requests", lambda r: r.preemptions, "num_preemptions"),
+    ("prompt_tokens", "Prompt tokens", lambda r: r.prompt_tokens, "prompt_tokens"),
+    ("output_tokens", "Output tokens", lambda r: r.output_tokens, "generation_tokens"),
+    (
+        "cached_prompt_tokens",
+        "Prompt tokens served from the prefix cache",
+        lambda r: r.cached_prompt_tokens,
+        "prefix_cache_hits",
+    ),
+    ("steps", "Group steps", lambda r: r.steps, ""),
+    ("replica_finished", "Requests that ended well", lambda r: r.finished, ""),
+    ("replica_failed", "Requests that failed", lambda r: r.failed, ""),
+]
+
+
+def kv_usage(replica: ReplicaStats) -> float:
+    """Share of the fullest pool that requests hold; cached blocks can be evicted: not in use."""
+    pools = zip(replica.total_blocks, replica.free_blocks, replica.cached_blocks, strict=True)
+    return max((max(0, t - f - c) / t for t, f, c in pools if t), default=0.0)
+
+
+class Exposition(Collector):
+    """Everything that one gateway can tell, made anew for each scrape."""
+
+    def __init__(
+        self, metrics: Metrics, streams: Streams, tokenizers: Tokenizers, model: str
+    ) -> None:
+        self._metrics = metrics
+        self._streams = streams
+        self._tokenizers = tokenizers
+        self._model = model
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def text(self) -> bytes:
+        """The body of `/metrics`."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterable[Metric]:
+        """Called by the registry at each scrape."""
+        yield from self._gateway()
+        yield from self._latencies()
+        yield from self._replicas()
+
+    def _gateway(self) -> Iterator[Metric]:
+        metrics, streams = self._metrics, self._streams
+        info = GaugeMetricFamily("deepmesh_build_info", "Version", labels=["version"])
+        info.add_metric([__version__], 1)
+        yield info
+        requests = CounterMetricFamily(
+            "deepmesh_requests", "Answered requests", labels=["protocol", "status"]
+        )
+        for (protocol, status), count in sorted(metrics.requests.items()):
+            requests.add_metric([protocol, str(status)], count)
+        yield requests
+        running = GaugeMetricFamily("deepmesh_streams_running", "Open", labels=["protocol"])
+        for protocol, count in sorted(metrics.running.items()):
+            running.add_metric([protocol], count)
+        yield running
+        gone = CounterMetricFamily(
+            "deepmesh_disconnects", "Clients that hung up before the end", labels=["protocol"]
+        )
+        for protocol, count in sorted(metrics.disconnects.items()):
+            gone.add_metric([protocol], count)
+        yield gone
+        success = CounterMetricFamily(
+            "vllm:request_success",
+            "Requests that ended well",
+            labels=["model_name", "finished_reason"],
+        )
+        for reason, count in sorted(metrics.finish_reasons.items()):
+            success.add_metric([self._model, reason], count)
+        yield success
+        num_up = len(self._tokenizers.peers)
+        yield GaugeMetricFamily("deepmesh_tokenizers_up", "Linked tokenizers", num_up)
+        yield CounterMetricFamily(
+            "deepmesh_resubmissions", "Requests moved after a loss", streams.num_resubmitted
+        )
+        yield CounterMetricFamily(
+            "deepmesh_stray_messages", "Messages of no open request", streams.num_stray_messages
+        )
+
+    def _latencies(self) -> Iterator[Metric]:
+        metrics = self._metrics
+        for name, doc, by_protocol, theirs in (
+            ("ttft", "Request in to first event out", metrics.first, "time_to_first_token"),
+            ("itl", "Between events out", metrics.between, "inter_token_latency"),
+            ("request", "Request in to last byte out", metrics.whole, "e2e_request_latency"),
+        ):
+            ours = HistogramMetricFamily(f"deepmesh_{name}_seconds", doc, labels=["protocol"])
+            merged: Histogram | None = None
+            for protocol, histogram in sorted(by_protocol.items()):
+                ours.add_metric([protocol], histogram.buckets(), histogram.total)
+                merged = merged or Histogram(histogram.bounds)
+                merged.merge(histogram)
+            yield ours
+            same = HistogramMetricFamily(f"vllm:{theirs}_seconds", doc, labels=["model_name"])
+            if merged is not None:
+                same.add_metric([self._model], merged.buckets(), merged.total)
+            yield same
+
+    def _replicas(self) -> Iterator[Metric]:
+        replicas = self._known_replicas()
+        for family, table in (
+            (GaugeMetricFamily, _REPLICA_GAUGES),
+            (CounterMetricFamily, _REPLICA_COUNTERS),
+        ):
+            for name, doc, read, theirs in table:
+                ours = family(f"deepmesh_{name}", doc, labels=["replica"])
+                for replica in replicas:
+                    ours.add_metric([replica.name], read(replica))
+                yield ours
+                if theirs:
+                    same = family(f"vllm:{theirs}", doc, labels=["model_name", "engine"])
+                    for replica in replicas:
+                        same.add_metric([self._model, replica.name], read(replica))
+                    yield same
+        queries = CounterMetricFamily(
+            "vllm:prefix_cache_queries", "Prompt tokens looked up", labels=["model_name", "engine"]
+        )
+        blocks = GaugeMetricFamily(
+            "deepmesh_blocks", "KV blocks", labels=["replica", "pool", "state"]
+        )
+        for replica in replicas:
+            queries.add_metric([self._model, replica.name], replica.prompt_tokens)
+            for index, pool in enumerate(_POOLS):
+                total, free = replica.total_blocks[index], replica.free_blocks[index]
+                blocks.add_metric([replica.name, pool, "total"], total)
+                blocks.add_metric([replica.name, pool, "free"], free)
+                blocks.add_metric([replica.name, pool, "cached"], replica.cached_blocks[index])
+        yield queries
+        yield blocks
+
+    def _known_replicas(self) -> list[ReplicaStats]:
+        """Each replica once. Every tokenizer reports all; more steps is the newer report."""
+        newest: dict[str, ReplicaStats] = {}
+        for peer in self._tokenizers.peers:
+            for replica in peer.stats.replicas:
+                known = newest.get(replica.name)
+                if known is None or (replica.ready, replica.steps) > (known.ready, known.steps):
+                    newest[replica.name] = replica
+        return [newest[name] for name in sorted(newest)]

@@ -1,0 +1,182 @@
+"""Endpoints that pass the raw body to a tokenizer and its answer to the client."""
+
+import time
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from deepmesh.telemetry import SPAN_HOP, SPAN_REQUEST, Span, Tracer
+from deepmesh.wire.link import Mail
+from deepmesh.wire.messages import ResponseFailed, ResponseFinished, Submit
+from services.gateway.arrival import Arrival
+from services.gateway.auth import Keys
+from services.gateway.errors import CODE_NAME, HTTP_STATUS, ProblemError
+from services.gateway.limits import BodyReader, ClientGoneError, Gate
+from services.gateway.metrics import Metrics, RequestTimer
+from services.gateway.protocol import ABORT
+from services.gateway.relay import CLIENT_GONE, Relay, send_problem
+from services.gateway.stream import Stream
+from services.gateway.streams import Streams
+
+SPAN_BODY = "read body"
+SPAN_ADMISSION = "wait for admission"  # sent to a tokenizer, to the first sign of a stream
+SPAN_FIRST = "first token"  # admitted to the first event out
+SPAN_STREAM = "stream"  # first event out to the last
+SPAN_ANSWER = "wait for answer"  # the same for an answer in one piece
+
+
+class Edge(msgspec.Struct, frozen=True):
+    """What all endpoints share."""
+
+    keys: Keys
+    gate: Gate
+    bodies: BodyReader
+    streams: Streams
+    metrics: Metrics
+    tracer: Tracer
+
+
+def record_hop(tracer: Tracer, mail: Mail, traceparent: str) -> None:
+    """The span of a message: sent to received."""
+    attributes: dict[str, str | int | float | bool] = {
+        "message": type(mail.message).__name__,
+        "from": mail.peer.name,
+    }
+    tracer.record(SPAN_HOP, traceparent, mail.sent_ns, mail.received_ns, attributes)
+
+
+class Forward:
+    """One route of the API: an ASGI endpoint."""
+
+    def __init__(self, edge: Edge, protocol: str, route: str) -> None:
+        self._edge = edge
+        self._protocol = protocol
+        self._route = route
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request; exactly one answer, unless the client is gone."""
+        edge, arrival = self._edge, scope["arrival"]
+        span = self._begin(scope, arrival)
+        timer = RequestTimer(edge.metrics, self._protocol, arrival.start_s)
+        edge.metrics.running[self._protocol] += 1
+        try:
+            with edge.gate.enter():
+                api_key_hash = edge.keys.check(arrival.headers)
+                body = await self._body(scope, receive, arrival, span)
+                await self._relay(scope, receive, send, body, api_key_hash, span, timer)
+        except ProblemError as error:
+            await self._refuse(error, receive, send, arrival, span)
+        except ClientGoneError:
+            arrival.status = CLIENT_GONE
+        finally:
+            edge.metrics.running[self._protocol] -= 1
+            self._finish(arrival, span, timer)
+
+    def _begin(self, scope: Scope, arrival: Arrival) -> Span:
+        return self._edge.tracer.start(
+            SPAN_REQUEST,
+            arrival.parent,
+            arrival.start_ns,
+            {
+                "http.request.method": scope["method"],
+                "http.route": self._route,
+                "deepmesh.protocol": self._protocol,
+                "deepmesh.rid": arrival.rid.hex(),
+                "deepmesh.request_id": arrival.request_id,
+                "deepmesh.seed": str(arrival.seed),  # beyond what JSON readers hold exactly
+            },
+            kind="server",
+        )
+
+    async def _body(self, scope: Scope, receive: Receive, arrival: Arrival, span: Span) -> bytes:
+        if scope["method"] != "POST":
+            wanted = scope["path_params"].get("model_id")
+            return msgspec.json.encode({"id": wanted}) if wanted else b""
+        self._edge.bodies.check_headers(arrival.headers)
+        begin_ns = time.time_ns()
+        body = await self._edge.bodies.read(receive)
+        self._edge.tracer.record(
+            SPAN_BODY, span.traceparent, begin_ns, time.time_ns(), {"bytes": len(body)}
+        )
+        return body
+
+    async def _relay(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        body: bytes,
+        api_key_hash: str,
+        span: Span,
+        timer: RequestTimer,
+    ) -> None:
+        arrival: Arrival = scope["arrival"]
+        stream = self._edge.streams.open(
+            Submit(
+                rid=arrival.rid,
+                protocol=self._protocol,
+                body=body,
+                seed=arrival.seed,
+                api_key_hash=api_key_hash,
+                traceparent=span.traceparent,
+                created_s=arrival.created_s,
+            )
+        )
+        relay = Relay(
+            self._edge.streams, stream, arrival, send, on_write=timer.wrote, abort=scope[ABORT]
+        )
+        try:
+            await relay.run(receive)
+        finally:
+            self._note_end(stream, arrival, span, timer)
+
+    async def _refuse(
+        self, error: ProblemError, receive: Receive, send: Send, arrival: Arrival, span: Span
+    ) -> None:
+        """Answer at once, perhaps before the body was read to its end."""
+        span.set("error.type", error.problem.code)
+        if self._edge.bodies.is_small(arrival.headers):
+            await send_problem(send, error.problem, arrival)
+            return
+        await send_problem(send, error.problem, arrival, closes=True)
+        await self._edge.bodies.linger(receive)
+        await send({"type": "http.response.body", "body": b""})
+
+    def _note_end(self, stream: Stream, arrival: Arrival, span: Span, timer: RequestTimer) -> None:
+        """Child spans and attributes that only the whole course of a request tells."""
+        tracer, now_ns = self._edge.tracer, time.time_ns()
+        if stream.end is None or stream.is_abandoned:
+            arrival.status = CLIENT_GONE
+            self._edge.metrics.disconnects[self._protocol] += 1
+        elif isinstance(stream.end, ResponseFailed):
+            arrival.status = HTTP_STATUS[stream.end.code]  # also when it came after the headers
+            span.set("error.type", CODE_NAME[stream.end.code])
+        if isinstance(stream.end, ResponseFinished):
+            end = stream.end
+            self._edge.metrics.finish_reasons[end.finish_reason or "stop"] += 1
+            span.set("gen_ai.usage.input_tokens", end.prompt_tokens)
+            span.set("gen_ai.usage.output_tokens", end.completion_tokens)
+            span.set("deepmesh.cached_tokens", end.cached_tokens)
+            span.set("deepmesh.finish_reason", end.finish_reason)
+        if not stream.placed_ns:
+            return
+        if not stream.is_admitted:
+            tracer.record(SPAN_ANSWER, span.traceparent, stream.placed_ns, now_ns)
+            return
+        admitted_ns = stream.admitted_ns or stream.first_event_ns
+        tracer.record(SPAN_ADMISSION, span.traceparent, stream.placed_ns, admitted_ns)
+        if timer.num_events:
+            first_ns = arrival.start_ns + int(timer.ttft_s * 1e9)
+            events: dict[str, str | int | float | bool] = {"events": timer.num_events}
+            tracer.record(SPAN_FIRST, span.traceparent, admitted_ns, max(admitted_ns, first_ns))
+            tracer.record(SPAN_STREAM, span.traceparent, first_ns, now_ns, events)
+            span.set("deepmesh.ttft_ms", timer.ttft_s * 1e3)
+
+    def _finish(self, arrival: Arrival, span: Span, timer: RequestTimer) -> None:
+        metrics = self._edge.metrics
+        metrics.requests[self._protocol, arrival.status] += 1
+        if arrival.status == 200:
+            metrics.whole[self._protocol].observe(time.monotonic() - arrival.start_s)
+        span.set("http.response.status_code", arrival.status)
+        error = f"HTTP {arrival.status}" if arrival.status >= 500 else ""
+        span.end(error=error)

@@ -1,0 +1,55 @@
+"""uvicorn's HTTP protocol with what it lacks: bounded headers, and a way to cut a connection."""
+
+import asyncio
+import contextlib
+import socket
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MAX_HEADER_BYTES = 64 << 10
+ABORT = "deepmesh.abort"  # key in the scope: cuts the connection, unsent bytes are lost
+_VANISHED_S = 60  # a host that acknowledges nothing for so long is gone
+
+
+class EdgeProtocol(HttpToolsProtocol):
+    """One client connection."""
+
+    _in_headers = True
+    _num_header_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Let the kernel notice a client that vanished without a word."""
+        super().connection_made(transport)
+        raw: socket.socket | None = transport.get_extra_info("socket")
+        if raw is None:
+            return
+        with contextlib.suppress(OSError, AttributeError):  # options that only Linux has
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _VANISHED_S // 2)
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _VANISHED_S // 6)
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _VANISHED_S * 1000)
+
+    def data_received(self, data: bytes) -> None:
+        """Refuse headers that do not end."""
+        super().data_received(data)
+        if not self._in_headers or self.transport.is_closing():
+            return
+        self._num_header_bytes += len(data)
+        if self._num_header_bytes > MAX_HEADER_BYTES:
+            self.send_400_response(f"Headers are larger than {MAX_HEADER_BYTES} bytes.")
+
+    def on_message_begin(self) -> None:
+        """A new request on this connection."""
+        super().on_message_begin()
+        self.scope[ABORT] = self.transport.abort  # type: ignore[typeddict-unknown-key]
+
+    def on_headers_complete(self) -> None:
+        """The body may be larger; `BodyReader` bounds it."""
+        self._in_headers = False
+        self._num_header_bytes = 0
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """Whatever comes next is another request."""
+        self._in_headers = True
+        super().on_message_complete()

@@ -1,0 +1,195 @@
+"""The gateway process: links to tokenizers, the HTTP server, draining at the end."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from deepmesh import telemetry
+from deepmesh.config import Config
+from deepmesh.wire.inbox import AsyncInbox
+from deepmesh.wire.messages import ErrorCode, ServiceStats
+from deepmesh.wire.sockets import Dialer, Identity
+from services.gateway.app import make_app
+from services.gateway.auth import Keys
+from services.gateway.exposition import Exposition
+from services.gateway.forward import Edge, record_hop
+from services.gateway.limits import BODY_IDLE_S, BodyReader, Gate
+from services.gateway.metrics import Metrics
+from services.gateway.protocol import EdgeProtocol
+from services.gateway.streams import StreamLimits, Streams
+from services.gateway.tokenizers import Tokenizers
+
+_log = logging.getLogger(__name__)
+
+_BACKLOG = 2048
+_IDLE_CONNECTION_S = 75  # longer than the pools of the SDKs keep idle connections
+
+
+class BindError(RuntimeError):
+    """The address cannot be had; the text names the key."""
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which also says when it is told to end."""
+
+    def __init__(self, config: uvicorn.Config, on_exit: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_exit = on_exit
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """SIGTERM or SIGINT: no new connections, open requests go on until the grace is over."""
+        self._on_exit()
+        super().handle_exit(sig, frame)
+
+
+class Gateway:
+    """Everything of one gateway process."""
+
+    def __init__(self, config: Config, name: str) -> None:
+        """Bind and set up; `run` serves.
+
+        Raises:
+            BindError: the port is taken, or the host is not this machine's.
+        """
+        self._config = config
+        self._name = name
+        self._sock = _bind(config.gateway.host, config.gateway.port)
+        self.url = _url(self._sock, config.gateway.host)
+        self._tracer = telemetry.setup("gateway", name, config)
+        self._dialers = self._dial()
+        self.tokenizers = Tokenizers(self._dialers)
+        self.streams = Streams(
+            self.tokenizers,
+            _limits(config),
+            on_hop=lambda mail, traceparent: record_hop(self._tracer, mail, traceparent),
+        )
+        self._inbox = AsyncInbox(lambda endpoint, event: self.streams.handle(event))
+        self._drain_began_at = 0.0
+        self._server = self._make_server()
+
+    async def run(self) -> None:
+        """Serve until told to end."""
+        loop = asyncio.get_running_loop()
+        for dialer in self._dialers:
+            self._inbox.add(dialer)
+        self._inbox.start(loop)
+        sweeper = asyncio.create_task(self._sweep())
+        _log.info("listening on %s", self.url)
+        try:
+            with _address_file(Path(self._config.mesh.run_dir) / _file_name(self._name), self.url):
+                await self._server.serve(sockets=[self._sock])
+        finally:
+            sweeper.cancel()
+            self._inbox.close()
+            self._tracer.shutdown()
+            _log.info("ended")
+
+    def stop(self) -> None:
+        """Begin to drain, as on SIGTERM; call it on the loop's thread."""
+        self._server.handle_exit(signal.SIGTERM, None)
+
+    def _dial(self) -> list[Dialer]:
+        config = self._config
+        me = Identity.new("gateway", self._name, config)
+        indices = range(max(1, config.tokenizer.count))
+        addresses = dict.fromkeys(config.tokenizer_address(i) for i in indices)  # one if external
+        return [Dialer(address, me, config.links, self._stats) for address in addresses]
+
+    def _stats(self) -> ServiceStats:
+        return ServiceStats(ready=True, requests=len(self.streams))
+
+    def _make_server(self) -> Server:
+        settings, metrics = self._config.gateway, Metrics()
+        edge = Edge(
+            keys=Keys(settings.api_keys),
+            gate=Gate(settings.max_requests),
+            bodies=BodyReader(settings.max_body_bytes, settings.resume_bytes, BODY_IDLE_S),
+            streams=self.streams,
+            metrics=metrics,
+            tracer=self._tracer,
+        )
+        figures = Exposition(metrics, self.streams, self.tokenizers, self._config.served_model)
+        return Server(
+            uvicorn.Config(
+                make_app(edge, self.tokenizers, figures),
+                http=EdgeProtocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                backlog=_BACKLOG,
+                timeout_keep_alive=_IDLE_CONNECTION_S,
+                timeout_graceful_shutdown=max(1, int(self._config.supervisor.stop_timeout_s)),
+            ),
+            self._note_exit,
+        )
+
+    def _note_exit(self) -> None:
+        self._drain_began_at = self._drain_began_at or time.monotonic()
+
+    async def _sweep(self) -> None:
+        """Keep the clocks of the streams; near the end of the grace, end those that still run."""
+        settings = self._config.gateway
+        interval_s = min(0.25, settings.keepalive_s / 4)
+        grace_s = 0.7 * self._config.supervisor.stop_timeout_s  # the rest is for the last words
+        while True:
+            await asyncio.sleep(interval_s)
+            self.streams.sweep()
+            if self._drain_began_at and time.monotonic() - self._drain_began_at > grace_s:
+                self.streams.fail_all(ErrorCode.OVERLOADED, "the gateway is shutting down")
+
+
+def _limits(config: Config) -> StreamLimits:
+    return StreamLimits(
+        keepalive_s=config.gateway.keepalive_s,
+        deadline_s=config.gateway.deadline_s,
+        resume_bytes=config.gateway.resume_bytes,
+        max_buffer_events=2 * config.tokenizer.unacked_events,
+        slow_s=config.tokenizer.slow_consumer_s,
+    )
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        key = "gateway.host" if isinstance(error, socket.gaierror) else "gateway.port"
+        raise BindError(f"{key}: {host}:{port}: {error.strerror}; choose another") from error
+    return sock
+
+
+def _url(sock: socket.socket, host: str) -> str:
+    """Where a client on this machine finds it."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
+
+
+def _file_name(name: str) -> str:
+    return "gateway.address" if name == "gateway-0" else f"{name}.address"
+
+
+@contextlib.contextmanager
+def _address_file(path: Path, url: str) -> Iterator[None]:
+    """The bound address, for whoever started the gateway with port 0."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    new = path.with_suffix(f".{os.getpid()}")
+    new.write_text(url + "\n")
+    new.replace(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)

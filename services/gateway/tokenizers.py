@@ -1,0 +1,73 @@
+"""The links to the tokenizers: which are up, and which of them gets the next request."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+from deepmesh.wire.link import Peer
+from deepmesh.wire.messages import AnyMessage, Submit
+
+
+class TokenizerLink(Protocol):
+    """What is used of `wire.sockets.Dialer`."""
+
+    @property
+    def peer(self) -> Peer | None:
+        """The tokenizer while the link is up."""
+        ...
+
+    def send(self, message: AnyMessage) -> bool:
+        """Never blocks; False when the link is not up."""
+        ...
+
+
+class Tokenizers:
+    """Places requests on tokenizers. A link is named by its peer's key, new after each loss."""
+
+    def __init__(self, links: Sequence[TokenizerLink]) -> None:
+        self._links = list(links)
+        self.num_placed: Counter[str] = Counter()  # open requests of this gateway, by key
+
+    @property
+    def num_links(self) -> int:
+        """Tokenizers that the configuration names."""
+        return len(self._links)
+
+    @property
+    def peers(self) -> list[Peer]:
+        """Tokenizers whose link is up."""
+        return [link.peer for link in self._links if link.peer is not None]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a tokenizer with a ready replica is linked."""
+        return any(replica.ready for peer in self.peers for replica in peer.stats.replicas)
+
+    def place(self, submit: Submit) -> str:
+        """Send to the least loaded tokenizer; the key of its link, or "" when none is up."""
+        for link in sorted(self._links, key=self._rank):
+            peer = link.peer
+            if peer is not None and link.send(submit):
+                self.num_placed[peer.key] += 1
+                return peer.key
+        return ""
+
+    def release(self, key: str) -> None:
+        """A placed request is over."""
+        self.num_placed[key] -= 1
+        if self.num_placed[key] <= 0:
+            del self.num_placed[key]
+
+    def send(self, key: str, message: AnyMessage) -> bool:
+        """Send over the link of this key; False when it is gone."""
+        for link in self._links:
+            if link.peer is not None and link.peer.key == key:
+                return link.send(message)
+        return False
+
+    def _rank(self, link: TokenizerLink) -> tuple[bool, int]:
+        """Ready ones first, then by load: ours now, plus everybody's as of the last heartbeat."""
+        if link.peer is None:
+            return True, 0
+        stats = link.peer.stats
+        return not stats.ready, self.num_placed[link.peer.key] + stats.requests
