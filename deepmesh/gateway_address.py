@@ -7,9 +7,10 @@ from urllib.parse import urlsplit
 import msgspec
 
 from deepmesh.config import Config
+from deepmesh.errors import UserError
 
 
-class PortError(RuntimeError):
+class PortError(UserError):
     """The gateway's port cannot be had."""
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import msgspec
 
 from deepmesh.config import Config, ConfigError
+from deepmesh.errors import UserError
 
 KEPT = ("logs", "traces")  # what a stopped mesh leaves behind for its user
 
 
-class RunDirError(RuntimeError):
+class RunDirError(UserError):
     """The run folder cannot be used; the text says what to do."""
 
 

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from deepmesh.config import Config, load_config
+from deepmesh.errors import UserError
 from deepmesh.gateway_address import (
     PortError,
     check_port,
@@ -28,7 +29,7 @@ MAX_EARLY_ENDS = 4  # a process that ends this often before the mesh is ready st
 _log = logging.getLogger(__name__)
 
 
-class MeshError(RuntimeError):
+class MeshError(UserError):
     """The mesh did not start; the text names the process and quotes its log."""
 
 

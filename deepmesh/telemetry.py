@@ -25,6 +25,11 @@ from deepmesh.config import Config
 from deepmesh.trace_export import CountedExporter, CountedProcessor, FileExporter
 
 SPAN_REQUEST = "request"  # gateway: headers in to last byte out
+SPAN_BODY = "read body"  # gateway: headers in to the last byte of the body
+SPAN_ADMISSION = "wait for admission"  # gateway: sent to a tokenizer to the first sign of a stream
+SPAN_FIRST = "first token"  # gateway: admitted to the first event out
+SPAN_STREAM = "stream"  # gateway: first event out to the last
+SPAN_ANSWER = "wait for answer"  # gateway: sent to a tokenizer to an answer in one piece
 SPAN_TOKENIZE = "tokenize"  # tokenizer: body to prompt ids
 SPAN_QUEUE = "queue"  # scheduler: accepted to the begin of its first row
 SPAN_PREFILL = "prefill"  # scheduler: begin of the first row to the first token

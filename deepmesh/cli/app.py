@@ -1,0 +1,48 @@
+"""All commands, by name."""
+
+from typing import Annotated
+
+import typer
+
+from deepmesh import __version__
+from deepmesh.cli.chat import chat
+from deepmesh.cli.demo import demo
+from deepmesh.cli.doctor import doctor
+from deepmesh.cli.keys import keys
+from deepmesh.cli.model import inspect
+from deepmesh.cli.serve import serve
+from deepmesh.cli.trace import trace
+from deepmesh.cli.up import up
+
+app = typer.Typer(
+    help="Serve DeepSeek-V4.1-class models as a mesh of small processes.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command()(up)
+app.command()(serve)
+app.command()(chat)
+app.command()(demo)
+app.command()(doctor)
+app.command()(trace)
+app.command()(keys)
+
+model = typer.Typer(help="Look at checkpoints.", no_args_is_help=True)
+model.command()(inspect)
+app.add_typer(model, name="model")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"deepmesh {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Options before the command."""

@@ -1,0 +1,70 @@
+"""`deepmesh up`: the whole mesh on this machine, until Ctrl-C."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from deepmesh.cli.options import ConfigOption
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from deepmesh.supervisor import Mesh
+
+
+def up(
+    config: ConfigOption = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port of the gateway; 0: any free one.")
+    ] = None,
+) -> None:
+    """Start every service as a process, watch them, and print the address."""
+    import logging
+    import signal
+
+    import msgspec
+    from rich.console import Console
+    from rich.live import Live
+    from rich.logging import RichHandler
+
+    from deepmesh.config import load_config
+    from deepmesh.supervisor import Mesh
+
+    console = Console()
+    handler = RichHandler(console=console, show_path=False, markup=False, highlighter=None)
+    logging.basicConfig(level="INFO", format="%(message)s", handlers=[handler])
+    settings = load_config(config)
+    if port is not None:
+        gateway = msgspec.structs.replace(settings.gateway, port=port)
+        settings = msgspec.structs.replace(settings, gateway=gateway)
+    mesh = Mesh(settings)
+
+    def on_signal(_number: int, _frame: object) -> None:
+        mesh.request_stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, on_signal)
+    mesh.start()
+    try:
+        with Live(console=console, transient=True, refresh_per_second=8) as live:
+            mesh.wait_ready(lambda: live.update(progress(mesh)))
+        served = settings.served_model
+        console.print(f"deepmesh serves [bold]{served}[/bold] at [bold]{mesh.url}[/bold]")
+        console.print(f"run folder {mesh.run_dir}: logs, traces; Ctrl-C stops", style="dim")
+        mesh.wait_stopped()
+    finally:
+        mesh.stop()
+
+
+def progress(mesh: "Mesh") -> "RenderableType":
+    """One line a process: what it is about to do, in the last words of its log."""
+    from rich.spinner import Spinner
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    for name, pid in mesh.pids.items():
+        words = " ".join(mesh.log_tail(name))[:100]
+        state = f"pid {pid}" if pid else "starts again soon"
+        table.add_row(Spinner("dots"), name, Text(state, style="dim"), Text(words, style="dim"))
+    return table
