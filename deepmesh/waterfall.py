@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from deepmesh.errors import UserError
-from deepmesh.telemetry import SPAN_HOP, SPAN_REQUEST
+from deepmesh.telemetry import SPAN_HOP, SPAN_REQUEST, parse_traceparent, trace_id_of
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -90,7 +90,8 @@ def find_trace(spans: Iterable[Span], wanted: str) -> list[Span]:
             raise TraceError("no request has ended yet")
         return by_trace[max(requests, key=lambda span: span.start_ns).trace_id]
     wanted = _id_of(wanted)
-    found = [t for t, group in by_trace.items() if t.startswith(wanted) or _labelled(group, wanted)]
+    start = wanted.lower()
+    found = [t for t, group in by_trace.items() if t.startswith(start) or _labelled(group, wanted)]
     if len(found) != 1:
         what = "no trace" if not found else f"{len(found)} traces"
         raise TraceError(f"{what} of {len(by_trace)} on file match {wanted!r}")
@@ -98,8 +99,8 @@ def find_trace(spans: Iterable[Span], wanted: str) -> list[Span]:
 
 
 def _id_of(wanted: str) -> str:
-    parts = wanted.lower().split("-")
-    return parts[1] if len(parts) == 4 and len(parts[1]) == 32 else wanted
+    traceparent = parse_traceparent(wanted)
+    return trace_id_of(traceparent) if traceparent else wanted
 
 
 def _labelled(group: list[Span], wanted: str) -> bool:

@@ -1,0 +1,362 @@
+"""The commands as a user runs them."""
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from deepmesh import __version__, checks
+from deepmesh.cli.app import app
+from deepmesh.cli.demo import Question, known_questions, shortened
+from deepmesh.cli.trace import bar, drawn
+from deepmesh.client import ClientError
+from deepmesh.run_dir import MeshRecord, ProcessRecord, RunDir
+from deepmesh.waterfall import Span, TraceError, build
+
+RUN = CliRunner()
+
+
+def run_process(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "deepmesh.cli", *arguments]
+    environment = {**os.environ, "NO_COLOR": "1", "COLUMNS": "120"}
+    return subprocess.run(
+        argv, input=stdin, capture_output=True, text=True, timeout=60, env=environment
+    )
+
+
+# ---------------------------------------------------------------- a gateway of our own
+
+
+class SmallGateway(BaseHTTPRequestHandler):
+    """Answers like a gateway: thinks "hm", says what it was told in capitals."""
+
+    seen: list[dict[str, object]]
+    headers_seen: list[dict[str, str]]
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Be quiet."""
+
+    def do_GET(self) -> None:
+        if self.path == "/v1/models":
+            self._answer(200, {"data": [{"id": "small"}]})
+        else:
+            self._answer(200 if self.path == "/ready" else 404, {})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        type(self).seen.append(body)
+        type(self).headers_seen.append({k.lower(): v for k, v in self.headers.items()})
+        said = body["messages"][-1]["content"]
+        if said == "refuse":
+            error = {"message": "temperature must be a number", "param": "temperature"}
+            self._answer(400, {"error": error})
+        elif body["stream"]:
+            self._stream(said)
+        else:
+            message = {"content": said.upper(), "reasoning_content": "hm"}
+            self._answer(200, {"choices": [{"message": message, "finish_reason": "stop"}]})
+
+    def _stream(self, said: str) -> None:
+        deltas = [{"role": "assistant"}, {"reasoning_content": "hm"}]
+        deltas += [{"content": character} for character in said.upper()]
+        chunks: list[dict[str, object]] = [{"choices": [{"delta": delta}]} for delta in deltas]
+        chunks.append({"choices": [{"delta": {}, "finish_reason": "length"}]})
+        if said == "break":
+            chunks[3:] = [{"error": {"message": "engine restarted"}}]
+        lines = [
+            ": keep-alive",
+            *[f"data: {json.dumps(chunk)}" for chunk in chunks],
+            "data: [DONE]",
+        ]
+        self._send(200, "text/event-stream", "\n\n".join(lines) + "\n\n")
+
+    def _answer(self, status: int, body: dict[str, object]) -> None:
+        self._send(status, "application/json", json.dumps(body))
+
+    def _send(self, status: int, kind: str, text: str) -> None:
+        data = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@pytest.fixture
+def gateway() -> Iterator[str]:
+    SmallGateway.seen, SmallGateway.headers_seen = [], []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), SmallGateway)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+# ---------------------------------------------------------------- chat
+
+
+def test_chat_streams_and_names_the_first_model(gateway: str) -> None:
+    result = RUN.invoke(app, ["chat", "hello", "--url", gateway, "--no-thinking", "--seed", "3"])
+    assert result.exit_code == 0
+    assert result.output == "hm\n\nHELLO\n[length]\n"
+    assert SmallGateway.seen == [
+        {
+            "messages": [{"role": "user", "content": "hello"}],
+            "model": "small",
+            "thinking": {"type": "disabled"},
+            "seed": 3,
+            "stream": True,
+        }
+    ]
+
+
+def test_chat_without_streaming_with_a_key_and_a_system_message(gateway: str) -> None:
+    options = ["--no-stream", "--api-key", "dm-1", "--system", "be brief", "--temperature", "0"]
+    result = RUN.invoke(app, ["chat", "hello", "--url", gateway, *options, "--model", "other"])
+    assert result.output == "hm\n\nHELLO\n"
+    body, headers = SmallGateway.seen[0], SmallGateway.headers_seen[0]
+    assert (body["model"], body["temperature"], body["stream"]) == ("other", 0, False)
+    assert body["messages"] == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "hello"},
+    ]
+    assert headers["authorization"] == "Bearer dm-1"
+
+
+def test_a_conversation_keeps_what_was_said(gateway: str) -> None:
+    result = RUN.invoke(app, ["chat", "--url", gateway], input="one\ntwo\n")
+    assert result.exit_code == 0
+    assert [len(m) for m in (body["messages"] for body in SmallGateway.seen)] == [1, 3]  # type: ignore[arg-type]
+    assert SmallGateway.seen[1]["messages"][1] == {"role": "assistant", "content": "ONE"}  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("refuse", "HTTP 400: temperature must be a number (field: temperature)"),
+        ("break", "engine restarted"),
+    ],
+)
+def test_a_refusal_is_one_line_and_exit_1(gateway: str, said: str, message: str) -> None:
+    result = run_process("chat", said, "--url", gateway)
+    assert (result.returncode, result.stderr) == (1, f"deepmesh: {message}\n")
+
+
+def test_no_mesh_says_what_to_do() -> None:
+    result = RUN.invoke(app, ["chat", "x", "--url", "http://127.0.0.1:9"])
+    assert isinstance(result.exception, ClientError)
+    assert "deepmesh doctor" in str(result.exception)
+
+
+# ---------------------------------------------------------------- trace
+
+
+def write_trace(folder: Path) -> None:
+    lines: list[dict[str, object]] = [
+        {"span_id": "1", "parent_id": "", "name": "request", "start_ns": 0, "end_ns": 10_000_000},
+        {"span_id": "2", "parent_id": "1", "name": "tokenize", "start_ns": 0, "end_ns": 2_500_000},
+    ]
+    (folder / "traces").mkdir()
+    text = ""
+    for line in lines:
+        whole = {"trace_id": "e" * 32, "service": "gateway", "process": "gateway-0", **line}
+        text += json.dumps(whole) + "\n"
+    (folder / "traces" / "gateway-0.jsonl").write_text(text)
+
+
+def test_trace_draws_bars_and_shares(tmp_path: Path) -> None:
+    write_trace(tmp_path)
+    result = RUN.invoke(app, ["trace", "last", "--run-dir", str(tmp_path)], env={"COLUMNS": "120"})
+    assert result.exit_code == 0
+    assert "10.00 ms" in result.output
+    assert re.search(r"tokenize +gateway-0 +0\.00 +2\.50 +█{10}(?!█)", result.output)
+    assert re.search(r"tokenize +1 +2\.50 +25\.0%", result.output)
+
+
+def test_trace_as_json(tmp_path: Path) -> None:
+    write_trace(tmp_path)
+    result = RUN.invoke(app, ["trace", "ee", "--run-dir", str(tmp_path), "--json"])
+    waterfall = json.loads(result.output)
+    assert waterfall["trace_id"] == "e" * 32
+    assert waterfall["uncovered_ms"] == 7.5
+    assert [span["name"] for span in waterfall["spans"]] == ["request", "tokenize"]
+
+
+def test_trace_without_traces_says_so(tmp_path: Path) -> None:
+    result = RUN.invoke(app, ["trace", "--run-dir", str(tmp_path)])
+    assert isinstance(result.exception, TraceError)
+
+
+def hops(count: int) -> list[Span]:
+    return [Span("t", str(i), "", "hop", "s", "s-0", i * 10, i * 10 + 1) for i in range(count)]
+
+
+def test_many_like_siblings_are_drawn_as_one_line() -> None:
+    assert [more for _, more in drawn(hops(3))] == [0, 0, 0]
+    assert [more for _, more in drawn(hops(50))] == [0, 0, 0, 47]
+
+
+def test_the_shortest_span_is_still_seen() -> None:
+    root = Span("t", "r", "", "request", "g", "g-0", 0, 1000)
+    waterfall = build([root, *hops(1)])
+    assert bar(root, waterfall) == "█" * 40
+    assert bar(hops(1)[0], waterfall) == "▏"
+    assert bar(Span("t", "x", "", "late", "g", "g", 5000, 9000), waterfall).strip() == "█"
+
+
+# ---------------------------------------------------------------- doctor
+
+
+def write_config(folder: Path, text: str = "") -> Path:
+    path = folder / "mesh.toml"
+    head = f'[mesh]\nrun_dir = "{folder}/run"\nmodel = "model"\n'
+    path.write_text(head + (text or '[gateway]\nport = 0\n[executor]\nkind = "fake"\n'))
+    (folder / "model").mkdir(exist_ok=True)
+    for name in ("config.json", "tokenizer.json"):
+        (folder / "model" / name).write_text("{}")
+    return path
+
+
+def findings(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
+    result = RUN.invoke(app, ["doctor", *arguments, "--json"])
+    return result.exit_code, {check["name"]: check for check in json.loads(result.output)}
+
+
+def test_doctor_is_content_with_a_mesh_that_could_start(tmp_path: Path) -> None:
+    code, found = findings("--config", str(write_config(tmp_path)))
+    assert {check["state"] for check in found.values()} <= {"ok", "warn"}, found
+    assert code == 0
+    assert found["mesh"]["next_step"] == "deepmesh up"
+
+
+def test_doctor_names_the_wrong_key(tmp_path: Path) -> None:
+    code, found = findings("--config", str(write_config(tmp_path, "[gateway]\nprt = 1\n")))
+    assert (code, found["configuration"]["state"]) == (1, "fail")
+    assert "prt" in found["configuration"]["found"]
+
+
+def test_doctor_lists_missing_shards(tmp_path: Path) -> None:
+    path = write_config(tmp_path, "[executor]\n")
+    weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "model" / "model-1.safetensors").touch()
+    code, found = findings("--config", str(path))
+    assert code == 1
+    assert found["model"]["found"].endswith("missing model-2.safetensors")
+
+
+def record_of(folder: Path, url: str, supervisor_pid: int, pid: int) -> None:
+    processes = {
+        "gateway-0": ProcessRecord("gateway", os.getpid(), "running", 0, ""),
+        "tokenizer-0": ProcessRecord("tokenizer", pid, "running", 2, str(folder / "t.log")),
+    }
+    run_dir = RunDir(folder / "run")
+    run_dir.write_record(MeshRecord("local", url, supervisor_pid, "", processes, {}))
+    (folder / "t.log").write_text("first\nbang: out of tea\n")
+
+
+def test_doctor_looks_at_the_processes_of_a_running_mesh(tmp_path: Path, gateway: str) -> None:
+    path = write_config(tmp_path)
+    record_of(tmp_path, gateway, os.getpid(), pid=0)
+    code, found = findings("--config", str(path))
+    assert code == 1
+    assert found["gateway-0"]["state"] == "ok"
+    assert found["tokenizer-0"]["found"] == "not running, started again 2 times; bang: out of tea"
+    assert found["mesh"]["found"] == f"ready at {gateway}"
+
+
+def test_doctor_tells_a_killed_mesh_from_a_running_one(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    record_of(tmp_path, "http://127.0.0.1:9", ended.pid, pid=0)
+    code, found = findings("--config", str(path))
+    assert code == 0
+    assert found["run folder"]["state"] == "warn"
+    assert found["mesh"]["found"] == "not running"
+
+
+def test_doctor_for_people_says_what_to_do_next(tmp_path: Path) -> None:
+    result = RUN.invoke(app, ["doctor", "--config", str(write_config(tmp_path))])
+    assert "→ deepmesh up" in result.output
+
+
+def test_single_checks() -> None:
+    assert checks.check_python((3, 10, 2)).state == "fail"
+    assert checks.is_alive(os.getpid())
+    assert not checks.is_alive(0)
+
+
+# ---------------------------------------------------------------- the rest
+
+
+def test_keys_prints_a_key_and_its_digest() -> None:
+    output = RUN.invoke(app, ["keys"]).output
+    key = re.search(r"dm-\S{43}", output)
+    digest = re.search(r'api_keys = \["([0-9a-f]{64})"\]', output)
+    assert key is not None
+    assert digest is not None
+    assert hashlib.sha256(key.group().encode()).hexdigest() == digest.group(1)
+    assert RUN.invoke(app, ["keys"]).output != output
+
+
+def test_version_and_help_import_nothing_heavy() -> None:
+    assert run_process("--version").stdout == f"deepmesh {__version__}\n"
+    argv = [sys.executable, "-X", "importtime", "-m", "deepmesh.cli", "--help"]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0
+    for command in ("up", "serve", "chat", "demo", "doctor", "trace", "keys", "model"):
+        assert command in result.stdout
+    imported = {line.rsplit("|", 1)[-1].strip() for line in result.stderr.splitlines()}
+    heavy = {"torch", "zmq", "httpx", "opentelemetry", "starlette", "uvicorn", "numpy", "asyncio"}
+    assert not imported & heavy
+
+
+@pytest.mark.parametrize("command", ["up", "serve gateway", "demo", "trace", "chat x"])
+def test_a_wrong_configuration_is_one_line_and_exit_1(tmp_path: Path, command: str) -> None:
+    path = write_config(tmp_path, '[scheduler]\ndepth = "deep"\n')
+    result = run_process(*command.split(), "--config", str(path))
+    assert result.returncode == 1
+    assert re.fullmatch(r"deepmesh: .*mesh\.toml: .*scheduler\.depth.*\n", result.stderr)
+
+
+def test_known_prompts_of_the_checkpoint_are_asked_one_of_a_kind(tmp_path: Path) -> None:
+    entries = [
+        {"kind": kind, "messages": [{"role": "user", "content": kind}], "expected": str(number)}
+        for number, kind in enumerate(["sum", "sum", "copy", "lookup", "tool"])
+    ]
+    (tmp_path / "known-prompts.json").write_text(json.dumps(entries))
+    asked = known_questions(tmp_path)
+    assert [(q.kind, q.expected) for q in asked] == [("sum", "0"), ("copy", "2"), ("lookup", "3")]
+    assert len({q.traceparent for q in asked}) == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_right"),
+    [("673", True), ("The sum is 673.", True), ("1673", False), ("673a", False), ("", False)],
+)
+def test_an_answer_is_right_when_the_expected_words_stand_in_it(
+    answer: str, is_right: bool
+) -> None:
+    question = Question("sum", [], "673")
+    question.answer = answer
+    assert question.is_right == is_right
+    question.error = "HTTP 503"
+    assert not question.is_right
+
+
+def test_long_prompts_are_shortened_in_the_middle() -> None:
+    assert shortened("abc") == "abc"
+    assert shortened("a" * 300 + "b" * 300, 20) == "aaaaaaaaaa … bbbbbbbbbb"
