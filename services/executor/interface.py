@@ -1,8 +1,17 @@
-"""What the service loop needs of an executor: five methods, any device."""
+"""What the service loop needs of an executor, and an executor of its arithmetic."""
 
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from deepmesh.wire.messages import Capacity, GpuDone, Load, StepResult, SubmitStep
+import numpy as np
+from numpy.typing import NDArray
+
+from deepmesh.wire.messages import BlockOp, Capacity, GpuDone, Load, StepResult, SubmitStep
+
+if TYPE_CHECKING:
+    from services.executor.slots import SlotTable
+
+OnProgress = Callable[[str, int, int], None]  # stage, done, total
 
 
 class Executor(Protocol):
@@ -26,4 +35,44 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Give back the device."""
+        ...
+
+
+class LiveRows(NamedTuple):
+    """The rows of a step that are not null rows, one array element each."""
+
+    rows: NDArray[np.int64]  # index in the step
+    slots: NDArray[np.int64]
+    starts: NDArray[np.int64]  # first position
+    counts: NDArray[np.int64]  # positions to compute, at least 1
+    samples: NDArray[np.bool_]  # whether a token is sampled behind the last position
+
+
+class Sampled(NamedTuple):
+    """What a step sampled; one element per live row, meaningful where the row samples."""
+
+    tokens: NDArray[np.int32]
+    finite: NDArray[np.bool_]  # the logits were; if not, the request ends
+    logprobs: NDArray[np.float32]
+    top_ids: Sequence[NDArray[np.int32]]  # as many as the row's n_logprobs
+    top_logprobs: Sequence[NDArray[np.float32]]
+
+
+class Engine(Protocol):
+    """The arithmetic of one device. All but `load` is called on the device stream's thread."""
+
+    def load(self, order: Load, on_progress: OnProgress) -> Capacity:
+        """Load the weights, unless these are there already, and make empty KV pools."""
+        ...
+
+    def run_ops(self, ops: Sequence[BlockOp]) -> None:
+        """Copy and clear blocks."""
+        ...
+
+    def compute(self, live: LiveRows, slots: "SlotTable") -> Sampled:
+        """Run the model over the rows, writing their KV, and sample behind those that ask."""
+        ...
+
+    def close(self) -> None:
+        """Give memory back; ends a `compute` that merely waits."""
         ...

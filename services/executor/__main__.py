@@ -1,0 +1,72 @@
+"""`python -m services.executor --config mesh.toml`: one executor process."""
+
+import argparse
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from deepmesh import log, telemetry
+from deepmesh.config import Config, ConfigError, load_config
+from services.executor.interface import Engine, Executor, OnProgress
+from services.executor.service import ExecutorService
+from services.executor.stream import StreamExecutor
+
+_log = logging.getLogger(__name__)
+
+
+def make_engine(config: Config) -> Engine:
+    """The engine that [executor] asks for; only the one with a model imports torch.
+
+    Raises:
+        ConfigError: there is none for this device.
+    """
+    if config.executor.kind == "fake":
+        from services.executor.fake import FakeEngine
+
+        return FakeEngine(config)
+    if config.executor.device != "cpu":
+        raise ConfigError(f"executor.device: {config.executor.device!r} is not there; use 'cpu'")
+    from services.executor.runner import ModelEngine
+
+    return ModelEngine(config)
+
+
+def main() -> int:
+    """Run until SIGTERM or SIGINT; 0 after an orderly end."""
+    parser = argparse.ArgumentParser(prog="python -m services.executor", description=__doc__)
+    parser.add_argument("--config", type=Path, default=None, help="mesh.toml")
+    parser.add_argument("--index", type=int, default=0, help="of its scheduler")
+    parser.add_argument("--rank", type=int, default=0, help="in the scheduler's EP group")
+    arguments = parser.parse_args()
+    name = f"executor-{arguments.index}-{arguments.rank}"
+    try:
+        config = load_config(arguments.config)
+        log.setup(name, config.mesh.log_level)
+        engine = make_engine(config)
+    except ConfigError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    tracer = telemetry.setup("executor", name, config)
+
+    def make(on_result: Callable[[], None], on_progress: OnProgress) -> Executor:
+        return StreamExecutor(engine, on_result=on_result, on_progress=on_progress)
+
+    service = ExecutorService(
+        config, make, index=arguments.index, rank=arguments.rank, tracer=tracer
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: service.stop())
+    try:
+        service.run()
+    except ValueError as error:  # the checkpoint or the configuration is at fault, not the code
+        _log.error("%s", error)
+        return 2
+    finally:
+        tracer.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""The engine with the real model: rows of a step to a batch, forward, sample."""
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deepmesh.config import Config
+from deepmesh.wire.messages import BlockOp, Capacity, Load, OpKind, Pool
+from services.executor.batch import BatchRow, StepBatch
+from services.executor.capacity import fingerprint, plan_capacity
+from services.executor.interface import LiveRows, OnProgress, Sampled
+from services.executor.kv_cache import KvCache
+from services.executor.model_config import ModelConfig
+from services.executor.models.outputs import StepOutput
+from services.executor.sampler import SampleRow, sample
+from services.executor.slots import SlotTable
+from services.executor.weights import load_model
+
+_log = logging.getLogger(__name__)
+POOL_SHARE = 0.25  # of the machine's memory, at most, for KV pools of default size
+
+
+class Model(Protocol):
+    """What a step needs of `models.deepseek_v41.DeepseekV41`."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Its shapes."""
+        ...
+
+    def forward(self, batch: StepBatch, cache: KvCache) -> StepOutput:
+        """Write the KV of all tokens of the batch; logits where they are wanted."""
+        ...
+
+
+class ModelEngine:
+    """Weights and KV tensors of one rank on the CPU."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._loaded: tuple[object, ...] = ()
+        self._threads_set = False
+
+    def load(self, order: Load, on_progress: OnProgress) -> Capacity:
+        """Load the weights unless they are there, and plan the pools."""
+        path, wanted = Path(order.model), (order.model, order.rank, order.ranks, order.numerics)
+        if self._loaded != wanted:
+            self._loaded = ()
+            self._model: Model = load_model(path, numerics=order.numerics, progress=on_progress)
+            self._fingerprint = fingerprint(path, order.numerics, "cpu")
+            self._make_cache(order)
+            self._loaded = wanted
+        return msgspec.structs.replace(
+            self._capacity, engine_epoch=order.engine_epoch, rank=order.rank
+        )
+
+    def _make_cache(self, order: Load) -> None:
+        model = self._model.config
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        capacity = plan_capacity(
+            self._config,
+            model,
+            order,
+            bytes_per_block=KvCache.float_bytes_per_block(model),
+            memory_bytes=int(memory * POOL_SHARE),
+        )
+        self._cache = KvCache(
+            model,
+            capacity.num_global_blocks,
+            capacity.num_window_blocks,
+            capacity.num_state_blocks,
+        )
+        self._capacity = msgspec.structs.replace(capacity, fingerprint=self._fingerprint)
+
+    def run_ops(self, ops: Sequence[BlockOp]) -> None:
+        """Copy and clear blocks."""
+        for op in ops:
+            match op.kind:
+                case OpKind.COPY:
+                    self._cache.copy_block(op.pool, op.src, op.dst)
+                case OpKind.ZERO:
+                    self._cache.zero_block(op.pool, op.dst)
+
+    @torch.inference_mode()
+    def compute(self, live: LiveRows, slots: SlotTable) -> Sampled:
+        """One forward over all rows, then one call of the sampler."""
+        if not self._threads_set:  # a setting of each thread
+            torch.set_num_threads(self._config.executor.threads)
+            self._threads_set = True
+        rows = [self._row(live, slots, i) for i in range(len(live.rows))]
+        batch = StepBatch.build(rows, self._model.config.context_ids)
+        output = self._model.forward(batch, self._cache)
+        asking = np.flatnonzero(live.samples)
+        if not len(asking):
+            return spread(None, asking, len(rows))
+        drawn = sample(output.logits, [self._sample_row(live, slots, i) for i in asking.tolist()])
+        return spread(drawn, asking, len(rows))
+
+    def _row(self, live: LiveRows, slots: SlotTable, i: int) -> BatchRow:
+        slot, start = int(live.slots[i]), int(live.starts[i])
+        end = start + int(live.counts[i])
+        num_blocks = -(-end // slots.block_size)
+        first_context = max(0, start - self._model.config.context_ids)
+        return BatchRow(
+            ids=slots.tokens[slot, start:end],
+            start=start,
+            global_blocks=slots.tables[Pool.GLOBAL][slot, :num_blocks],
+            window_blocks=slots.tables[Pool.WINDOW][slot, :num_blocks],
+            state_block=int(slots.state_block[slot]),
+            context=slots.tokens[slot, first_context:start],
+            num_logits=int(live.samples[i]),
+        )
+
+    def _sample_row(self, live: LiveRows, slots: SlotTable, i: int) -> SampleRow:
+        slot = int(live.slots[i])
+        init, stop_ids = slots.request(slot)
+        return SampleRow(init, stop_ids, slots.tokens[slot, : int(slots.total_len[slot])])
+
+    def close(self) -> None:
+        """Nothing waits here."""
+
+
+def spread(drawn: Sampled | None, asking: NDArray[np.int64], num_rows: int) -> Sampled:
+    """What was drawn for the rows that sample, as arrays over all rows."""
+    tokens, finite = np.zeros(num_rows, np.int32), np.ones(num_rows, bool)
+    logprobs = np.zeros(num_rows, np.float32)
+    top_ids = [np.zeros(0, np.int32)] * num_rows
+    top_logprobs = [np.zeros(0, np.float32)] * num_rows
+    if drawn is not None:
+        tokens[asking], finite[asking], logprobs[asking] = drawn[:3]
+        for j, i in enumerate(asking.tolist()):
+            top_ids[i], top_logprobs[i] = drawn.top_ids[j], drawn.top_logprobs[j]
+    return Sampled(tokens, finite, logprobs, top_ids, top_logprobs)

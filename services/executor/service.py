@@ -1,0 +1,234 @@
+"""The executor's loop: dials its scheduler, obeys its orders, sends back what the device says."""
+
+import gc
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from enum import Enum
+
+from deepmesh.config import Config
+from deepmesh.telemetry import SPAN_LOAD, Tracer
+from deepmesh.wire.inbox import Inbox
+from deepmesh.wire.messages import (
+    AnyMessage,
+    Capacity,
+    Drain,
+    Load,
+    Progress,
+    Reset,
+    ServiceStats,
+    Shutdown,
+    StepResult,
+    SubmitStep,
+)
+from deepmesh.wire.sockets import Dialer, Identity, LinkEvent, Mail, PeerDown, PeerUp
+from services.executor.interface import Executor, OnProgress
+from services.executor.loader import Loader
+from services.executor.progress import LoadDisplay
+
+_log = logging.getLogger(__name__)
+IDLE_S = 1.0
+PROGRESS_S = 0.1  # between two Progress messages of a stage
+NO_EPOCH = -1
+
+MakeExecutor = Callable[[Callable[[], None], OnProgress], Executor]  # on_result, on_progress
+
+
+class Verdict(Enum):
+    """What to do with a step that arrived."""
+
+    RUN = "run"
+    DROP = "drop"  # of another epoch, or a repetition
+    GAP = "gap"  # a step before it is missing: KV and slots cannot be trusted any more
+
+
+class StepGate:
+    """Lets the steps of one engine epoch pass in order, each once, without a gap."""
+
+    def __init__(self, epoch: int = NO_EPOCH) -> None:
+        self.epoch = epoch
+        self._last = 0
+
+    def check(self, step: SubmitStep) -> Verdict:
+        """Judge the next step."""
+        if step.engine_epoch != self.epoch or (self._last and step.step_id <= self._last):
+            return Verdict.DROP
+        if self._last and step.step_id != self._last + 1:
+            return Verdict.GAP
+        self._last = step.step_id
+        return Verdict.RUN
+
+
+class ExecutorService:
+    """One rank of the EP group of scheduler `index`."""
+
+    def __init__(
+        self, config: Config, make: MakeExecutor, *, index: int, rank: int, tracer: Tracer
+    ) -> None:
+        self.name = f"executor-{index}-{rank}"
+        self.counters: Counter[str] = Counter()
+        self._config, self._tracer = config, tracer
+        self._address = config.scheduler_address(index)
+        self._me = Identity.new("executor", self.name, config)
+        self._inbox = Inbox()
+        self._life = threading.RLock()  # a signal handler may come while this thread holds it
+        self._open = True
+        self._dial()
+        self._executor = make(self._wake, self._on_progress)
+        self._loader = Loader(self._executor.load, self._wake)
+        self._display = LoadDisplay()
+        self._gate = StepGate()
+        self._unresolved = 0  # steps submitted whose result is still to come
+        self._stopping = self._draining = False
+        self._ordered: Load | None = None  # of the session that is up
+        self._load_began_ns = 0
+        self._progress: tuple[str, int, int] | None = None  # latest; written by the loader
+        self._shown: tuple[str, int, int] | None = None
+        self._shown_at = 0.0
+
+    def _dial(self) -> None:
+        self._link = Dialer(self._address, self._me, self._config.links, self._stats)
+        self._inbox.add(self._link)
+
+    def _stats(self) -> ServiceStats:
+        return ServiceStats(ready=self._gate.epoch != NO_EPOCH, requests=self._unresolved)
+
+    def stop(self) -> None:
+        """End the loop. Safe from signal handlers and other threads."""
+        self._stopping = True
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._life:  # not after the inbox is closed: its descriptor may be another's by then
+            if self._open:
+                self._inbox.wake()
+
+    def run(self) -> None:
+        """Serve until `stop`, `Shutdown` or `Drain`.
+
+        Raises:
+            Exception: the weights cannot be loaded, or a bug; the process should end.
+        """
+        try:
+            while not self._stopping and not (self._draining and not self._unresolved):
+                for event in self._inbox.wait(IDLE_S):
+                    self._on_event(event)
+                self._report_loading()
+                self._send_results()
+        finally:
+            self._display.close()
+            self._executor.close()
+            with self._life:
+                self._open = False
+            self._inbox.close()
+
+    # ------------------------------------------------------------ mail
+
+    def _on_event(self, event: LinkEvent) -> None:
+        match event:
+            case PeerUp(peer):
+                _log.info("connected to %s", peer.name)
+            case PeerDown(peer, reason):
+                _log.warning("lost %s: %s; its steps are abandoned", peer.name, reason)
+                self._ordered = None
+                self._begin_epoch(NO_EPOCH)
+            case Mail(message=message):
+                self._on_message(message)
+
+    def _on_message(self, message: AnyMessage) -> None:
+        match message:
+            case Load():
+                self._on_load(message)
+            case SubmitStep():
+                self._on_step(message)
+            case Reset(engine_epoch=epoch):
+                _log.info("reset to engine epoch %d", epoch)
+                self._begin_epoch(epoch)
+            case Drain():
+                self._draining = True
+            case Shutdown():
+                self._stopping = True
+            case _:
+                self.counters["unexpected"] += 1
+                _log.warning("ignored a %s: not for an executor", type(message).__name__)
+
+    def _on_load(self, order: Load) -> None:
+        self._begin_epoch(NO_EPOCH)
+        self._ordered, self._load_began_ns = order, time.time_ns()
+        _log.info("loading %s, rank %d of %d", order.model, order.rank, order.ranks)
+        self._loader.order(order)
+
+    def _on_step(self, step: SubmitStep) -> None:
+        match self._gate.check(step):
+            case Verdict.RUN:
+                self._unresolved += 1
+                self._executor.submit(step)
+            case Verdict.DROP:
+                self.counters["dropped_steps"] += 1
+                _log.warning(
+                    "dropped step %d of engine epoch %d: this is epoch %d, or it came before",
+                    step.step_id,
+                    step.engine_epoch,
+                    self._gate.epoch,
+                )
+            case Verdict.GAP:
+                self.counters["gaps"] += 1
+                _log.error("a step before %d is missing: dialling again", step.step_id)
+                self._redial()
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._executor.reset(epoch)
+        self._gate = StepGate(epoch)
+        self._unresolved = 0
+
+    def _redial(self) -> None:
+        """No step can be replayed, so the session ends; the scheduler sees a new link."""
+        self._ordered = None
+        self._begin_epoch(NO_EPOCH)
+        self._inbox.endpoints.remove(self._link)
+        self._link.close()
+        self._dial()
+
+    # ------------------------------------------------------------ reports
+
+    def _on_progress(self, stage: str, done: int, total: int) -> None:
+        """Called by the loader's thread."""
+        self._progress = (stage, done, total)
+        self._wake()
+
+    def _report_loading(self) -> None:
+        if self._progress is not None and self._progress != self._shown:
+            now, (stage, done, total) = time.monotonic(), self._progress
+            fresh = self._shown is None or self._shown[0] != stage
+            if fresh or done >= total or now - self._shown_at >= PROGRESS_S:
+                self._shown, self._shown_at = (stage, done, total), now
+                self._display.update(stage, done, total)
+                self._link.send(Progress(stage, done, total))
+        capacity = self._loader.take()
+        if capacity is not None and self._ordered is not None:
+            self._on_loaded(capacity)
+
+    def _on_loaded(self, capacity: Capacity) -> None:
+        self._display.close()
+        now_ns = time.time_ns()
+        self._tracer.record(
+            SPAN_LOAD,
+            "",
+            self._load_began_ns,
+            now_ns,
+            {"model": self._config.mesh.model, "fingerprint": capacity.fingerprint},
+        )
+        _log.info("loaded in %.1f s: %s", (now_ns - self._load_began_ns) / 1e9, capacity)
+        gc.collect()
+        gc.freeze()  # what lives now lives to the end: no later collection looks at it
+        self._gate = StepGate(capacity.engine_epoch)
+        self._link.send(capacity)
+
+    def _send_results(self) -> None:
+        while (result := self._executor.poll(0)) is not None:
+            if isinstance(result, StepResult):
+                self._unresolved -= 1
+            if not self._link.send(result):
+                self.counters["unsent_results"] += 1  # the link is down: a reset follows

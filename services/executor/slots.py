@@ -1,0 +1,247 @@
+"""What the device keeps of each request, by slot: stable arrays that rows of steps point into.
+
+Only the device stream's thread touches them, in step order; the exception is `cancel`, which
+may come early from anywhere.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepmesh.wire.messages import (
+    BlockOp,
+    Capacity,
+    DoneReason,
+    OpKind,
+    Pool,
+    RowMode,
+    RowSource,
+    SlotInit,
+)
+from deepmesh.wire.packed import RESULT, unpack_ids
+from services.executor.interface import LiveRows, Sampled
+
+UNWRITTEN = -1  # in token and block tables: reading it is a bug that `resolve` names
+PAGED = (Pool.GLOBAL, Pool.WINDOW)
+
+
+class Request(NamedTuple):
+    """What stays true of a request while it is in its slot, beside the arrays."""
+
+    init: SlotInit
+    stop_ids: frozenset[int]
+
+
+class SlotTable:
+    """State of all slots of one engine epoch."""
+
+    def __init__(self, capacity: Capacity) -> None:
+        num, max_len = capacity.num_slots, capacity.max_model_len
+        num_blocks = -(-max_len // capacity.block_size)
+        self.capacity = capacity
+        self.block_size = capacity.block_size
+        self.pool_sizes = {
+            Pool.GLOBAL: capacity.num_global_blocks,
+            Pool.WINDOW: capacity.num_window_blocks,
+            Pool.STATE: capacity.num_state_blocks,
+        }
+        self.rid = np.zeros(num, np.uint64)
+        self.epoch = np.zeros(num, np.uint32)
+        self.gen = np.zeros(num, np.uint32)
+        self.is_open = np.zeros(num, bool)
+        self.done = np.zeros(num, bool)
+        self.kv_len = np.zeros(num, np.int64)  # positions valid on the device
+        self.total_len = np.zeros(num, np.int64)  # token ids known, sampled ones included
+        self.max_len = np.zeros(num, np.int64)
+        self.producer_step = np.zeros(num, np.uint64)  # step of the slot's latest row
+        self.state_block = np.zeros(num, np.int32)
+        # filled when a slot is opened, and only as far as its request can get: a table for a
+        # million positions costs no memory before
+        self.tokens = np.empty((num, max_len), np.int32)
+        self.tables = {pool: np.empty((num, num_blocks), np.int32) for pool in PAGED}
+        self.requests: list[Request | None] = [None] * num
+        self._cancelled: dict[int, tuple[int, int]] = {}  # slot -> (rid, epoch)
+
+    @property
+    def num_open(self) -> int:
+        """How many slots hold a request."""
+        return int(self.is_open.sum())
+
+    def request(self, slot: int) -> Request:
+        """The request in an open slot."""
+        request = self.requests[slot]
+        assert request is not None, f"slot {slot} is empty"
+        return request
+
+    # ------------------------------------------------------------ changes that steps bring
+
+    def open(self, init: SlotInit) -> None:
+        """A request enters a slot."""
+        slot = init.slot
+        assert 0 <= slot < len(self.rid), f"init: slot {slot} of {len(self.rid)}"
+        assert not self.is_open[slot] or init.gen > self.gen[slot], (
+            f"init: slot {slot} still holds generation {self.gen[slot]}"
+        )
+        ids = unpack_ids(init.ids)
+        assert init.max_len <= self.tokens.shape[1], (
+            f"init: slot {slot} has max_len {init.max_len}, the model holds {self.tokens.shape[1]}"
+        )
+        assert 0 <= init.start < len(ids) < init.max_len, (
+            f"init: slot {slot} starts at {init.start} with {len(ids)} ids of {init.max_len}"
+        )
+        wrong = ids[(ids < 0) | (ids >= self.capacity.vocab_size)]
+        assert not len(wrong), f"init: slot {slot} has the id {wrong[0]}, not in the vocabulary"
+        self._check_block(Pool.STATE, init.state_block, f"init: slot {slot}")
+        self.rid[slot], self.epoch[slot], self.gen[slot] = init.rid, init.epoch, init.gen
+        self.is_open[slot], self.done[slot] = True, False
+        self.kv_len[slot], self.total_len[slot] = init.start, len(ids)
+        self.max_len[slot], self.state_block[slot] = init.max_len, init.state_block
+        self.producer_step[slot] = 0
+        self.tokens[slot, : init.max_len] = UNWRITTEN
+        self.tokens[slot, : len(ids)] = ids
+        for table in self.tables.values():
+            table[slot] = UNWRITTEN
+        self.requests[slot] = Request(init, frozenset(unpack_ids(init.stop_ids).tolist()))
+
+    def close(self, closed: NDArray[np.void]) -> None:
+        """Slots are free again (packed.SLOT)."""
+        for slot, gen in zip(closed["slot"].tolist(), closed["gen"].tolist(), strict=True):
+            assert self._holds(slot, gen), f"close: slot {slot} does not hold generation {gen}"
+            self.is_open[slot] = False
+            self.requests[slot] = None
+
+    def append(self, blocks: NDArray[np.void]) -> None:
+        """Block tables grow (packed.BLOCK)."""
+        for slot, gen, pool, index, block in blocks.tolist():
+            where = f"blocks: slot {slot} generation {gen}"
+            assert self._holds(slot, gen), f"{where} is not there"
+            table = self.tables[Pool(pool)]
+            assert index < table.shape[1], f"{where}: index {index} of {table.shape[1]}"
+            self._check_block(Pool(pool), block, where)
+            table[slot, index] = block
+
+    def cancel(self, slot: int, rid: int, epoch: int) -> None:
+        """Rows of this request and epoch that have not begun become null rows."""
+        self._cancelled[slot] = (rid, epoch)
+
+    def fail(self, rows: NDArray[np.void]) -> None:
+        """A step broke off: what its rows left behind cannot be built on."""
+        slots = rows["slot"][rows["mode"] != RowMode.DUMMY]
+        self.done[slots[slots < len(self.rid)]] = True
+
+    def _holds(self, slot: int, gen: int) -> bool:
+        return slot < len(self.rid) and bool(self.is_open[slot]) and int(self.gen[slot]) == gen
+
+    def check_op(self, op: BlockOp) -> None:
+        """The blocks of an operation are there."""
+        self._check_block(op.pool, op.dst, f"operation {op.op_id}")
+        if op.kind == OpKind.COPY:
+            self._check_block(op.pool, op.src, f"operation {op.op_id}")
+
+    def _check_block(self, pool: Pool, block: int, where: str) -> None:
+        assert 0 <= block < self.pool_sizes[pool], (
+            f"{where}: {pool.name} block {block} of {self.pool_sizes[pool]}"
+        )
+
+    # ------------------------------------------------------------ rows of a step
+
+    def resolve(self, rows: NDArray[np.void]) -> LiveRows:
+        """The rows (packed.ROW) that compute something, with the starts that only we know."""
+        index = np.flatnonzero(rows["mode"] != RowMode.DUMMY)
+        self._check_owner(rows, index)
+        slots = rows["slot"][index].astype(np.int64)
+        assert len(np.unique(slots)) == len(slots), "two rows of a step share a slot"
+        alive = ~self.done[slots]
+        for i, slot in enumerate(slots.tolist()):
+            if self._cancelled.get(slot) == (int(self.rid[slot]), int(self.epoch[slot])):
+                alive[i] = False
+        index, slots = index[alive], slots[alive]
+        live = LiveRows(
+            rows=index,
+            slots=slots,
+            starts=self.kv_len[slots],
+            counts=rows["q"][index].astype(np.int64),
+            samples=rows["sample"][index] != 0,
+        )
+        for i in range(len(index)):
+            self._check_row(rows[index[i]], live, i)
+        return live
+
+    def _check_owner(self, rows: NDArray[np.void], index: NDArray[np.int64]) -> None:
+        """Every row names a slot that holds its request (slot, generation, rid, epoch)."""
+        for i in index.tolist():
+            row = rows[i]
+            slot = int(row["slot"])
+            assert slot < len(self.rid), f"row {i}: slot {slot} of {len(self.rid)}"
+            assert self.is_open[slot], f"row {i}: slot {slot} is empty"
+            held = (self.rid[slot], self.epoch[slot], self.gen[slot])
+            assert held == (row["rid"], row["epoch"], row["gen"]), (
+                f"row {i}: slot {slot} holds (rid, epoch, gen) {[int(x) for x in held]}, "
+                f"not {[int(row[k]) for k in ('rid', 'epoch', 'gen')]}"
+            )
+
+    def _check_row(self, row: NDArray[np.void], live: LiveRows, i: int) -> None:
+        """The row's source, position, ids and blocks are there."""
+        slot, start = int(live.slots[i]), int(live.starts[i])
+        end, total = start + int(live.counts[i]), int(self.total_len[slot])
+        name = f"row {int(live.rows[i])} (slot {slot}, positions {start} to {end})"
+        assert row["mode"] != RowMode.VERIFY, f"{name}: drafts are not known here"
+        assert start < end <= total, f"{name}: {total} ids are known"
+        assert not live.samples[i] or end == total, f"{name}: samples before its last id"
+        assert not row["grammar"], f"{name}: grammars are not known here"
+        if row["source"] == RowSource.HOST:
+            assert row["start_lo"] == start, f"{name}: told to start at {int(row['start_lo'])}"
+        else:
+            made, told = int(self.producer_step[slot]), int(row["producer_step"])
+            assert made == told, f"{name}: input is of step {made}, not {told}"
+            assert row["start_lo"] <= start <= row["start_hi"], f"{name}: not within its bounds"
+        reach = {Pool.GLOBAL: 0, Pool.WINDOW: max(0, start - self.capacity.window + 1)}
+        for pool, table in self.tables.items():
+            blocks = table[slot, reach[pool] // self.block_size : -(-end // self.block_size)]
+            assert (blocks >= 0).all(), f"{name}: lacks a {pool.name} block"
+        ids = self.tokens[slot, start:end]
+        assert (ids >= 0).all(), f"{name}: reads an id that was never written"
+
+    def settle(
+        self, rows: NDArray[np.void], live: LiveRows, sampled: Sampled, step_id: int
+    ) -> NDArray[np.void]:
+        """Write back what the live rows did; the report (packed.RESULT) for all rows.
+
+        The device's own stops are found here, in the order stop id, length: later rows of a
+        request that is done are null rows.
+        """
+        result = self.report(rows)
+        self.kv_len[live.slots] += live.counts
+        self.producer_step[live.slots] = step_id
+        result["done_reason"][live.rows] = DoneReason.NONE
+        for i in np.flatnonzero(live.samples).tolist():
+            slot = int(live.slots[i])
+            reason = DoneReason.ERROR
+            if sampled.finite[i]:
+                reason = self._take(slot, int(sampled.tokens[i]))
+                result["num_tokens"][live.rows[i]] = 1
+            result["done_reason"][live.rows[i]] = reason
+            self.done[slot] = reason != DoneReason.NONE
+        result["kv_len"][live.rows] = self.kv_len[live.slots]
+        return result
+
+    def _take(self, slot: int, token: int) -> DoneReason:
+        """A sampled token becomes the slot's next input."""
+        assert 0 <= token < self.capacity.vocab_size, f"slot {slot}: sampled {token}"
+        length = int(self.total_len[slot]) + 1
+        self.total_len[slot] = length
+        self.tokens[slot, length - 1] = token
+        if token in self.request(slot).stop_ids:
+            return DoneReason.EOS
+        return DoneReason.LENGTH if length >= self.max_len[slot] else DoneReason.NONE
+
+    def report(self, rows: NDArray[np.void]) -> NDArray[np.void]:
+        """Result rows of a step in which every row is a null row."""
+        result = np.zeros(len(rows), RESULT)
+        for field in ("rid", "epoch", "slot", "gen"):
+            result[field] = rows[field]
+        result["done_reason"] = DoneReason.NULL
+        owned = np.flatnonzero((rows["mode"] != RowMode.DUMMY) & (rows["slot"] < len(self.rid)))
+        result["kv_len"][owned] = self.kv_len[rows["slot"][owned]]
+        return result

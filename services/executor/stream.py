@@ -1,0 +1,285 @@
+"""The device stream: one worker thread that runs steps in the order submitted."""
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepmesh.wire.messages import (
+    BlockOp,
+    Capacity,
+    GpuDone,
+    Load,
+    StepResult,
+    StepStatus,
+    StepTimes,
+    SubmitStep,
+)
+from deepmesh.wire.packed import BLOCK, CANCEL, ROW, SLOT, pack_ids
+from services.executor.interface import Engine, LiveRows, OnProgress, Sampled
+from services.executor.slots import SlotTable
+
+_log = logging.getLogger(__name__)
+MAX_QUEUED = 64  # far above any depth: a scheduler that ignores results is a bug
+NO_EPOCH = -1
+
+
+class _Job:
+    """A step on its way through the stream."""
+
+    def __init__(self, step: SubmitStep, received_ns: int, queue_depth: int) -> None:
+        self.step = step
+        self.rows: NDArray[np.void] = np.frombuffer(step.rows, ROW)
+        self.received_ns = received_ns
+        self.enqueued_ns = time.time_ns()
+        self.queue_depth = queue_depth
+
+
+class StreamExecutor:
+    """An `Executor` around an `Engine`: what is common to the fake, the CPU and the GPU.
+
+    `submit` and `poll` never wait for arithmetic. A result is there as soon as the tokens are
+    (TOKENS_READY); the `gpu_done` watermark moves only when the step's tail, the operations
+    behind its rows, is complete, and travels alone if no later result is there to carry it.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        on_result: Callable[[], None] = lambda: None,
+        on_progress: OnProgress = lambda stage, done, total: None,
+    ) -> None:
+        self.counters: Counter[str] = Counter()
+        self._engine = engine
+        self._on_result = on_result
+        self._on_progress = on_progress
+        self._changed = threading.Condition()  # guards everything below
+        self._queue: deque[_Job] = deque()
+        self._results: deque[StepResult | GpuDone] = deque()
+        self._epoch = NO_EPOCH
+        self._capacity: Capacity | None = None
+        self._closing = False
+        self._slots: SlotTable | None = None  # of the epoch below; the worker's own
+        self._slots_epoch = NO_EPOCH
+        self._rank = 0
+        self._gpu_done = 0
+        self._ops_done: list[tuple[int, int]] = []
+        self._cancelled: list[NDArray[np.void]] = []
+        self._worker = threading.Thread(target=self._work, name="device-stream", daemon=True)
+        self._worker.start()
+
+    # ------------------------------------------------------------ the service's thread
+
+    @property
+    def num_requests(self) -> int:
+        """Requests in slots."""
+        slots = self._slots
+        return slots.num_open if slots is not None else 0
+
+    def load(self, order: Load) -> Capacity:
+        """Load the weights and begin the order's engine epoch with empty slots and pools."""
+        self.reset(NO_EPOCH)
+        capacity = self._engine.load(order, self._on_progress)
+        with self._changed:
+            self._capacity, self._rank = capacity, order.rank
+        self.reset(order.engine_epoch)
+        return capacity
+
+    def submit(self, step: SubmitStep) -> None:
+        """Queue a step; one of another engine epoch is dropped and counted."""
+        received_ns = time.time_ns()
+        with self._changed:
+            if step.engine_epoch != self._epoch or self._capacity is None:
+                self.counters["stale_steps"] += 1
+                return
+            assert len(self._queue) < MAX_QUEUED, f"{MAX_QUEUED} steps wait for the device"
+            if step.cancel:
+                self._cancelled.append(np.frombuffer(step.cancel, CANCEL))
+            self._queue.append(_Job(step, received_ns, len(self._queue)))
+            self._changed.notify_all()
+
+    def poll(self, timeout_s: float) -> StepResult | GpuDone | None:
+        """The oldest result not yet taken, or None after `timeout_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._results, timeout_s)
+            return self._results.popleft() if self._results else None
+
+    def reset(self, engine_epoch: int) -> None:
+        """Abandon queued steps and results; the step that runs now ends unheard."""
+        with self._changed:
+            self.counters["abandoned_steps"] += len(self._queue)
+            self._epoch = engine_epoch
+            self._queue.clear()
+            self._results.clear()
+            self._cancelled.clear()
+            self._gpu_done = 0
+            self._ops_done = []
+
+    def close(self) -> None:
+        """End the worker; queued steps are abandoned."""
+        with self._changed:
+            self._closing = True
+            self._queue.clear()
+            self._changed.notify_all()
+        self._engine.close()
+        self._worker.join()
+
+    # ------------------------------------------------------------ the worker's thread
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._closing)
+                if self._closing:
+                    return
+                job = self._queue.popleft()
+                slots = self._slots_of_epoch()
+                for row in (row for rows in self._cancelled for row in rows):
+                    slots.cancel(int(row["slot"]), int(row["rid"]), int(row["epoch"]))
+                self._cancelled.clear()
+            self._run(job, slots)
+
+    def _slots_of_epoch(self) -> SlotTable:
+        assert self._capacity is not None
+        if self._slots is None or self._slots_epoch != self._epoch:
+            self._slots, self._slots_epoch = SlotTable(self._capacity), self._epoch
+        return self._slots
+
+    def _run(self, job: _Job, slots: SlotTable) -> None:
+        """One step: operations before, rows, result, operations behind, watermark."""
+        step, begin_ns = job.step, time.time_ns()
+        after = [op for op in step.ops if op.after]
+        try:
+            outcome = self._compute(job, slots)
+        except Exception as error:  # the one of this loop: the step fails, the executor lives
+            _log.exception("step %d failed", step.step_id)
+            self.counters["failed_steps"] += 1
+            slots.fail(job.rows)
+            outcome = Outcome(slots.report(job.rows), error=f"{type(error).__name__}: {error}")
+            after = []
+        outcome.begin_ns, outcome.end_ns = begin_ns, time.time_ns()
+        self._emit(job, outcome, is_tail=not after)
+        if after:
+            self._tail(job, after)
+
+    def _compute(self, job: _Job, slots: SlotTable) -> "Outcome":
+        step = job.step
+        slots.close(np.frombuffer(step.close, SLOT))
+        for init in step.init:
+            slots.open(init)
+        slots.append(np.frombuffer(step.blocks, BLOCK))
+        before = [op for op in step.ops if not op.after]
+        self._run_ops(before, slots)
+        live = slots.resolve(job.rows)
+        if not len(live.rows):
+            return Outcome(slots.report(job.rows), ops=before)
+        sampled = self._engine.compute(live, slots)
+        rows = slots.settle(job.rows, live, sampled, step.step_id)
+        outcome = Outcome(rows, ops=before)
+        wanted = [slots.request(slot).init.n_logprobs for slot in live.slots.tolist()]
+        outcome.add_tokens(live, sampled, with_logprobs=max(wanted) >= 0)
+        return outcome
+
+    def _run_ops(self, ops: Sequence[BlockOp], slots: SlotTable) -> None:
+        for op in ops:
+            slots.check_op(op)
+        if ops:
+            self._engine.run_ops(ops)
+
+    def _emit(self, job: _Job, outcome: "Outcome", *, is_tail: bool) -> None:
+        """TOKENS_READY; carries the watermark of this step only if its tail is complete."""
+        step = job.step
+        times = StepTimes(
+            received_ns=job.received_ns,
+            enqueued_ns=job.enqueued_ns,
+            begin_ns=outcome.begin_ns,
+            end_ns=outcome.end_ns,
+            copied_ns=time.time_ns(),
+            queue_depth=job.queue_depth,
+        )
+        with self._changed:
+            if step.engine_epoch != self._epoch:
+                self.counters["abandoned_steps"] += 1
+                return
+            if is_tail:
+                self._gpu_done = step.step_id
+            status = int(StepStatus.ERROR if outcome.error else StepStatus.OK)
+            ops_done = self._ops_done + [(op.op_id, 0) for op in outcome.ops]
+            if outcome.error:
+                ops_done = self._ops_done + [(op.op_id, status) for op in step.ops]
+            self._ops_done = []
+            self._results.append(outcome.result(step, self._rank, self._gpu_done, ops_done, times))
+            self._changed.notify_all()
+        self._on_result()
+
+    def _tail(self, job: _Job, after: Sequence[BlockOp]) -> None:
+        status = 0
+        try:
+            self._engine.run_ops(after)
+        except Exception:  # as in _run; the tokens are out already, the operations report it
+            _log.exception("operations behind step %d failed", job.step.step_id)
+            status = 1
+        with self._changed:
+            if job.step.engine_epoch != self._epoch:
+                return
+            self._gpu_done = job.step.step_id
+            self._ops_done += [(op.op_id, status) for op in after]
+            if self._queue:
+                return  # the next result carries the watermark
+            ops_done, self._ops_done = self._ops_done, []
+            self._results.append(GpuDone(self._epoch, self._rank, self._gpu_done, ops_done))
+            self._changed.notify_all()
+        self._on_result()
+
+
+class Outcome:
+    """What came of a step, on its way into a `StepResult`."""
+
+    def __init__(
+        self, rows: NDArray[np.void], *, ops: Sequence[BlockOp] = (), error: str = ""
+    ) -> None:
+        self.rows, self.ops, self.error = rows, ops, error
+        self.begin_ns = self.end_ns = 0
+        self._tokens: list[int] = []
+        self._logprobs = self._top_ids = self._top_logprobs = b""
+
+    def add_tokens(self, live: LiveRows, sampled: Sampled, *, with_logprobs: bool) -> None:
+        """Tokens in the order of the step's rows; logprobs if any row asks for them."""
+        took = [i for i in range(len(live.rows)) if self.rows["num_tokens"][live.rows[i]]]
+        self._tokens = sampled.tokens[took].tolist()
+        if with_logprobs and took:
+            self._logprobs = sampled.logprobs[took].astype("<f4").tobytes()
+            self._top_ids = b"".join(sampled.top_ids[i].astype("<i4").tobytes() for i in took)
+            self._top_logprobs = b"".join(
+                sampled.top_logprobs[i].astype("<f4").tobytes() for i in took
+            )
+
+    def result(
+        self,
+        step: SubmitStep,
+        rank: int,
+        gpu_done: int,
+        ops_done: list[tuple[int, int]],
+        times: StepTimes,
+    ) -> StepResult:
+        """The message."""
+        return StepResult(
+            step.engine_epoch,
+            step.step_id,
+            rank,
+            StepStatus.ERROR if self.error else StepStatus.OK,
+            self.rows.tobytes(),
+            tokens=pack_ids(self._tokens),
+            logprobs=self._logprobs,
+            top_ids=self._top_ids,
+            top_logprobs=self._top_logprobs,
+            gpu_done=gpu_done,
+            ops_done=ops_done,
+            times=times,
+            error=self.error,
+        )
