@@ -1,0 +1,87 @@
+"""What the core wants done, collected so that peers get one message per batch."""
+
+from collections import defaultdict
+from typing import NamedTuple
+
+from deepmesh.wire.messages import (
+    Abort,
+    Ack,
+    AckRow,
+    Attach,
+    Delta,
+    DeltaBatch,
+    Generate,
+    ResponseFailed,
+    ResponseFinished,
+    StopAt,
+    Submit,
+)
+
+Value = str | int | float | bool
+
+
+class ToGateway(NamedTuple):
+    """Send to a gateway."""
+
+    name: str
+    message: DeltaBatch | ResponseFinished | ResponseFailed
+
+
+class ToScheduler(NamedTuple):
+    """Send to a scheduler."""
+
+    name: str
+    message: Generate | Attach | Ack | StopAt | Abort
+
+
+class Prepare(NamedTuple):
+    """Check, convert and encode; hand the outcome to `Core.prepared`."""
+
+    submit: Submit
+
+
+class Trace(NamedTuple):
+    """A finished span."""
+
+    name: str
+    parent: str
+    start_ns: int
+    end_ns: int
+    attributes: dict[str, Value]
+    error: str = ""
+
+
+Action = ToGateway | ToScheduler | Prepare | Trace
+
+
+class Outbox:
+    """Actions of one event. Deltas go before ends, so that no event follows its stream's end."""
+
+    def __init__(self) -> None:
+        self._deltas: defaultdict[str, list[Delta]] = defaultdict(list)
+        self._acks: defaultdict[str, list[AckRow]] = defaultdict(list)
+        self._rest: list[Action] = []
+
+    def delta(self, gateway: str, delta: Delta) -> None:
+        """Events of one stream."""
+        self._deltas[gateway].append(delta)
+
+    def ack(self, scheduler: str, row: AckRow) -> None:
+        """Tokens that need not be kept."""
+        self._acks[scheduler].append(row)
+
+    def add(self, action: Action) -> None:
+        """Anything else, in order."""
+        self._rest.append(action)
+
+    def take(self) -> list[Action]:
+        """Everything so far."""
+        if not (self._deltas or self._acks or self._rest):
+            return []
+        deltas = [ToGateway(name, DeltaBatch(rows)) for name, rows in self._deltas.items()]
+        acks = [ToScheduler(name, Ack(rows)) for name, rows in self._acks.items()]
+        actions = [*deltas, *self._rest, *acks]
+        self._deltas.clear()
+        self._acks.clear()
+        self._rest = []
+        return actions

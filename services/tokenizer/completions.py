@@ -1,0 +1,205 @@
+"""Our own /v1/completions: a raw prompt, no template."""
+
+from typing import Any, NamedTuple
+
+import msgspec
+from tokenizers import Tokenizer
+
+from deepmesh.wire.messages import FinishReason
+from services.tokenizer.detokenize import Detokenizer, StopMatcher, Vocabulary
+from services.tokenizer.events import clamp_logprob
+from services.tokenizer.model import BOS, Model
+from services.tokenizer.normalize import Limits, check_fields, check_model
+from services.tokenizer.reading import Json, boolean, is_array, kind_of, stop_strings, token_ids
+from services.tokenizer.refusal import Refusal
+from services.tokenizer.sampling import Settings, read_settings
+from services.tokenizer.text_stream import Token, Usage
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+_encode = msgspec.json.encode
+
+
+class CompletionRequest(NamedTuple):
+    """A checked body."""
+
+    model: str
+    prompt_ids: list[int]
+    settings: Settings
+    stops: list[str]
+    stream: bool
+    echo: bool
+
+
+def read_completion(body: Json, limits: Limits, model: Model) -> CompletionRequest:
+    """Check every field and encode the prompt.
+
+    Raises:
+        Refusal: the first thing wrong with it.
+    """
+    name = check_model(body, limits.models)
+    given = check_fields("completions", body)
+    stream, echo = boolean(given, "stream"), boolean(given, "echo")
+    settings = read_settings("completions", given, model.vocab_size, stream=stream)
+    if settings.max_tokens is None:
+        settings = settings._replace(max_tokens=DEFAULT_MAX_TOKENS)
+    if echo and settings.n_logprobs >= 0:
+        raise Refusal("`echo` with `logprobs`: logprobs of the prompt are not computed.", "echo")
+    stops = stop_strings(given, "stop", limits.max_stops)
+    special = boolean(given, "add_special_tokens", True)
+    ids = read_prompt(given.get("prompt"), model, add_bos=special)
+    return CompletionRequest(name, ids, settings, stops, stream, echo)
+
+
+def read_prompt(prompt: object, model: Model, *, add_bos: bool) -> list[int]:
+    """Ids of a prompt: a string, ids, or a list that holds exactly one of these."""
+    if prompt is None:
+        raise Refusal("`prompt` is missing.", "prompt")
+    if isinstance(prompt, str):
+        return encode_text(prompt, model.tokenizer, model.bos_id, add_bos=add_bos)
+    if not is_array(prompt):
+        kind = kind_of(prompt)
+        raise Refusal(f"`prompt` must be a string or a list of token ids, not {kind}.", "prompt")
+    if not prompt:
+        raise Refusal("`prompt` is empty.", "prompt")
+    first: object = prompt[0]
+    if isinstance(first, str) or is_array(first):
+        if len(prompt) > 1:
+            raise Refusal(
+                f"`prompt` holds {len(prompt)} prompts; send one request for each.", "prompt"
+            )
+        return read_prompt(first, model, add_bos=add_bos)
+    return token_ids(prompt, "prompt", model.vocab_size)
+
+
+def encode_text(text: str, tokenizer: Tokenizer, bos_id: int, *, add_bos: bool) -> list[int]:
+    """Text with the added vocabulary; the model has seen every text begin with its BOS token."""
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    return [bos_id, *ids] if add_bos and not text.startswith(BOS) else ids
+
+
+class CompletionStream:
+    """Text state of one completion."""
+
+    def __init__(
+        self,
+        request: CompletionRequest,
+        vocabulary: Vocabulary,
+        rid: bytes,
+        created_s: int,
+        silent_ids: frozenset[int],
+    ) -> None:
+        self.stopped = False
+        self._finish_reason = ""
+        self._request = request
+        self._vocabulary = vocabulary
+        self._silent_ids = silent_ids  # end and stop ids: counted, never shown
+        self._detokenizer = Detokenizer(vocabulary)
+        self._stops = StopMatcher(request.stops)
+        self._usage = Usage(len(request.prompt_ids), 0, 0)
+        self._head: Json = {
+            "id": f"cmpl-{rid.hex()}",
+            "object": "text_completion",
+            "created": created_s,
+            "model": request.model,
+        }
+        self._waiting: list[tuple[int, Token]] = []  # (offset, token): their text is held back
+        self._length = 0  # characters of the output decoded so far
+        self._sent = 0  # characters of the output sent so far
+        self._parts: list[str] = []
+        self._logprobs = _empty_logprobs()
+
+    def start(self, cached_tokens: int) -> list[bytes]:
+        self._usage = self._usage._replace(cached=cached_tokens)
+        if not self._request.echo:
+            return []
+        text = self._vocabulary.text_of(self._request.prompt_ids)
+        return self._send(text, None)
+
+    def push(self, token: Token) -> list[bytes]:
+        self._usage = self._usage._replace(completion=self._usage.completion + 1)
+        if token.id in self._silent_ids:
+            return []
+        self._waiting.append((self._length, token))
+        text = self._detokenizer.push(token.id)
+        self._length += len(text)
+        safe = self._stops.push(text)
+        self.stopped = self._stops.found
+        return self._emit(safe) if safe else []
+
+    def finish(self, reason: FinishReason) -> list[bytes]:
+        self._finish_reason = "length" if reason is FinishReason.LENGTH else "stop"
+        if self.stopped:
+            self._finish_reason = "stop"
+            self._waiting = [(at, token) for at, token in self._waiting if at < self._sent]
+        events = self._emit(self._stops.flush(), self._finish_reason)
+        if not self._request.stream:
+            return []
+        if self._request.settings.usage_chunk:
+            events.append(_sse({**self._head, "choices": [], "usage": self._usage_json()}))
+        return [*events, b"data: [DONE]\n\n"]
+
+    def body(self) -> bytes:
+        choice = {
+            "index": 0,
+            "text": "".join(self._parts),
+            "logprobs": self._logprobs if self._request.settings.n_logprobs >= 0 else None,
+            "finish_reason": self._finish_reason,
+        }
+        return _encode({**self._head, "choices": [choice], "usage": self._usage_json()})
+
+    def _emit(self, text: str, finish_reason: str | None = None) -> list[bytes]:
+        """Send text of the output, and with it the logprobs of the tokens that it completes."""
+        self._sent += len(text)
+        last = finish_reason is not None
+        logprobs = _empty_logprobs()
+        while self._waiting and (last or self._waiting[0][0] < self._sent):
+            at, token = self._waiting.pop(0)
+            self._describe(token, at, logprobs)
+        return self._send(text, logprobs, finish_reason)
+
+    def _send(
+        self, text: str, logprobs: Json | None, finish_reason: str | None = None
+    ) -> list[bytes]:
+        wanted = self._request.settings.n_logprobs >= 0
+        if not self._request.stream:
+            self._parts.append(text)
+            for key, values in (logprobs or {}).items():
+                self._logprobs[key] += values
+            return []
+        choice = {
+            "index": 0,
+            "text": text,
+            "logprobs": logprobs if wanted else None,
+            "finish_reason": finish_reason,
+        }
+        chunk = {**self._head, "choices": [choice]}
+        if self._request.settings.usage_chunk:
+            each = self._request.settings.usage_each
+            chunk["usage"] = self._usage_json() if each else None
+        return [_sse(chunk)]
+
+    def _describe(self, token: Token, at: int, out: dict[str, list[Any]]) -> None:
+        name = self._vocabulary.name_of
+        out["tokens"].append(name(token.id))
+        out["token_logprobs"].append(clamp_logprob(token.logprob or 0.0))
+        best = {name(other): clamp_logprob(logprob) for other, logprob in token.top}
+        out["top_logprobs"].append(best)
+        out["text_offset"].append(at)
+
+    def _usage_json(self) -> Json:
+        prompt, cached, completion = self._usage
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+
+def _empty_logprobs() -> dict[str, list[Any]]:
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+
+def _sse(event: Json) -> bytes:
+    return b"data: %b\n\n" % _encode(event)

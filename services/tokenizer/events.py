@@ -1,0 +1,227 @@
+"""Tokens -> protocol events of Chat Completions, Responses and Messages, by deepseek-recipe.
+
+The recipe draws tool-call ids at random and stamps chunks with the clock; both are rewritten
+here, because a restarted stream must continue the same objects. Usage is ours: the recipe does
+not count the end token, nor tokens whose bytes never completed a character.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import deepseek_recipe as dr
+import msgspec
+
+from deepmesh.wire.messages import FinishReason
+from services.tokenizer.text_stream import Token, Usage
+
+Event = dict[str, Any]  # Any: the recipe's JSON, of which we touch a few known places
+Chunk = dr.ChatCompletionChunk | dr.ResponsesStreamEvent | dr.MessagesStreamEvent
+Generator = dr.ChatCompletionChunkGenerator | dr.ResponsesChunkGenerator | dr.MessagesChunkGenerator
+Answer = dr.ChatCompletionResponse | dr.ResponsesResponse | dr.MessagesResponse
+
+_LOWEST_LOGPROB = -9999.0  # JSON has no -inf, and SDK models want a number
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
+_encode = msgspec.json.encode
+
+
+class Frame(NamedTuple):
+    """What stays the same over all events of one answer."""
+
+    protocol: str
+    id: str
+    model: str
+    created_s: int
+    stream: bool
+    usage_chunk: bool = False
+    usage_each: bool = False
+
+
+class RecipeStream:
+    """Text state of one request in one of the recipe's protocols."""
+
+    def __init__(
+        self,
+        frame: Frame,
+        generator: Generator,
+        parsing: dr.ParsingOptions,
+        tokenizer: dr.Tokenizer,
+        *,
+        prompt_tokens: int,
+        silent_ids: frozenset[int],
+        logprobs: bool,
+        now_s: Callable[[], int],
+    ) -> None:
+        self.stopped = False
+        self._frame = frame
+        self._processor = dr.StreamProcessor(generator, parsing, tokenizer)
+        self._prompt_tokens = prompt_tokens
+        self._silent_ids = silent_ids  # end and stop ids: counted, never shown
+        self._logprobs = logprobs
+        self._now_s = now_s
+        self._answer: Answer | None = None
+        self._usage = Usage(prompt_tokens, 0, 0)
+        self._call_ids: dict[str, str] = {}
+        self._body = b""
+
+    def start(self, cached_tokens: int) -> list[bytes]:
+        self._usage = self._usage._replace(cached=cached_tokens)
+        if not self._frame.stream:
+            self._answer = _new_answer(self._frame, self._usage)
+        usage = dr.PromptUsage(
+            prompt_tokens=self._prompt_tokens, prompt_cache_hit_tokens=cached_tokens
+        )
+        return self._emit(self._processor.push(dr.InferenceChunk.ready(prompt_usage=usage)))
+
+    def push(self, token: Token) -> list[bytes]:
+        self._usage = self._usage._replace(completion=self._usage.completion + 1)
+        if token.id in self._silent_ids:
+            return []
+        logprobs = [_logprob_pair(token)] if self._logprobs else None
+        events = self._emit(self._processor.push(dr.InferenceChunk.tokens([token.id], logprobs)))
+        self.stopped = self._processor.finished
+        return events
+
+    def finish(self, reason: FinishReason) -> list[bytes]:
+        events: list[bytes] = []
+        if not self.stopped:
+            length = reason is FinishReason.LENGTH
+            why = dr.InferenceFinishReason.Length if length else dr.InferenceFinishReason.Stop
+            events += self._emit(self._processor.push(dr.InferenceChunk.finish(why)))
+        events += self._emit(self._processor.finish())
+        self._processor.close()
+        if self._answer is not None:
+            body = _decode(self._answer.to_json())
+            self._patch_answer(body)
+            self._body = _encode(body)
+        elif self._frame.protocol == "chat":
+            events.append(b"data: [DONE]\n\n")
+        return events
+
+    def body(self) -> bytes:
+        return self._body
+
+    def _emit(self, chunks: list[Any]) -> list[bytes]:
+        if self._answer is not None:
+            for chunk in chunks:
+                self._answer.accumulate(chunk)
+            return []
+        match self._frame.protocol:
+            case "chat":
+                patch = self._chat_events
+            case "responses":
+                patch = self._responses_events
+            case _:
+                patch = self._messages_events
+        return [event for chunk in chunks for event in patch(_decode(chunk.to_json()))]
+
+    # ------------------------------------------------------------ chat
+
+    def _chat_events(self, chunk: Event) -> list[bytes]:
+        """One chunk; the last one's usage becomes a chunk of its own, or nothing."""
+        chunk["created"] = self._frame.created_s
+        final = chunk.pop("usage", None)
+        choice = chunk["choices"][0]
+        for call in choice["delta"].get("tool_calls") or ():
+            if "id" in call:
+                call["id"] = self._call_id(call["id"])
+        if self._frame.usage_chunk:
+            chunk["usage"] = self._chat_usage({}) if self._frame.usage_each else None
+        events = [_sse(chunk)]
+        if final is not None and self._frame.usage_chunk:
+            events.append(_sse({**chunk, "choices": [], "usage": self._chat_usage(final)}))
+        return events
+
+    def _chat_usage(self, usage: Event) -> Event:
+        counts = self._usage
+        return {
+            **usage,
+            "prompt_tokens": counts.prompt,
+            "completion_tokens": counts.completion,
+            "total_tokens": counts.prompt + counts.completion,
+        }
+
+    # ------------------------------------------------------------ responses
+
+    def _responses_events(self, event: Event) -> list[bytes]:
+        if "response" in event:
+            self._patch_response(event["response"])
+        if "item" in event:
+            self._patch_item(event["item"])
+        return [_sse(event, event["type"])]
+
+    def _patch_response(self, response: Event) -> None:
+        response["created_at"] = self._frame.created_s
+        if response.get("completed_at") is not None:
+            response["completed_at"] = max(self._now_s(), self._frame.created_s)
+        for item in response["output"]:
+            self._patch_item(item)
+        if response["usage"] is not None:
+            response["usage"]["output_tokens"] = self._usage.completion
+            response["usage"]["total_tokens"] = self._usage.prompt + self._usage.completion
+
+    def _patch_item(self, item: Event) -> None:
+        if "call_id" in item:
+            item["call_id"] = self._call_id(item["call_id"])
+
+    # ------------------------------------------------------------ messages
+
+    def _messages_events(self, event: Event) -> list[bytes]:
+        if event["type"] == "content_block_start":
+            self._patch_block(event["content_block"])
+        elif event["type"] == "message_delta":
+            event["usage"]["output_tokens"] = self._usage.completion
+        return [_sse(event, event["type"])]
+
+    def _patch_block(self, block: Event) -> None:
+        if block["type"] == "tool_use":
+            block["id"] = self._call_id(block["id"])
+
+    # ------------------------------------------------------------ all
+
+    def _patch_answer(self, body: Event) -> None:
+        match self._frame.protocol:
+            case "chat":
+                choice = body["choices"][0]
+                for call in choice["message"].get("tool_calls") or ():
+                    call["id"] = self._call_id(call["id"])
+                body["usage"] = self._chat_usage(body["usage"])
+            case "responses":
+                self._patch_response(body)
+            case _:
+                for block in body["content"]:
+                    self._patch_block(block)
+                body["usage"]["output_tokens"] = self._usage.completion
+
+    def _call_id(self, drawn: str) -> str:
+        """The same call has the same id after a restart: hash of (answer, index of the call)."""
+        if drawn not in self._call_ids:
+            index = len(self._call_ids)
+            digest = hashlib.blake2b(f"{self._frame.id}/{index}".encode(), digest_size=12)
+            self._call_ids[drawn] = f"call_{digest.hexdigest()}"
+        return self._call_ids[drawn]
+
+
+def _new_answer(frame: Frame, usage: Usage) -> Answer:
+    kinds = {
+        "chat": dr.ChatCompletionResponse,
+        "responses": dr.ResponsesResponse,
+        "messages": dr.MessagesResponse,
+    }
+    return kinds[frame.protocol](frame.id, frame.model, frame.created_s, usage.prompt, usage.cached)
+
+
+def _logprob_pair(token: Token) -> tuple[float, list[tuple[int, float]]]:
+    best = [(other, clamp_logprob(logprob)) for other, logprob in token.top]
+    return clamp_logprob(token.logprob if token.logprob is not None else math.nan), best
+
+
+def clamp_logprob(logprob: float) -> float:
+    """A number that JSON can carry."""
+    return logprob if logprob > _LOWEST_LOGPROB else _LOWEST_LOGPROB  # NaN compares false, too
+
+
+def _sse(event: Event, name: str = "") -> bytes:
+    data = _encode(event)
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), data) if name else b"data: %b\n\n" % data

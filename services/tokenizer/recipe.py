@@ -1,0 +1,189 @@
+"""deepseek-recipe's side: normalised body -> conversation -> prompt ids, and the event stream.
+
+Its objects can be neither pickled nor copied, so conversion and streaming of a request live in
+this process.
+"""
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+import deepseek_recipe as dr
+import msgspec
+
+from deepmesh.wire.messages import ErrorCode, SamplingParams
+from services.tokenizer.events import Frame, RecipeStream
+from services.tokenizer.normalize import Normal
+from services.tokenizer.reading import Json, is_array
+from services.tokenizer.refusal import Refusal
+from services.tokenizer.sampling import MAX_TOKENS_BOUND, Settings
+
+Request = dr.ChatCompletionRequest | dr.ResponsesRequest | dr.MessagesRequest
+
+_REQUESTS: dict[str, type[Request]] = {
+    "chat": dr.ChatCompletionRequest,
+    "responses": dr.ResponsesRequest,
+    "messages": dr.MessagesRequest,
+    "count_tokens": dr.MessagesRequest,
+}
+_ID_PREFIXES = {"chat": "chatcmpl-", "responses": "resp_", "messages": "msg_"}
+_MAIN_FIELDS = {"responses": "input"}  # where the conversation is; messages otherwise
+
+
+class Conversation(NamedTuple):
+    """A converted request; the recipe's objects stay inside."""
+
+    protocol: str
+    request: dr.ConversationRequest
+    prompt_ids: list[int]
+    echo: dr.ResponsesEcho | None
+    tool_map: dict[str, tuple[str, str]]
+
+
+class Recipe:
+    """The library with one model's tokenizer and names. Safe to use from several threads."""
+
+    def __init__(self, tokenizer_json: str, models: tuple[str, ...], *, thinking: bool) -> None:
+        self._tokenizer = dr.Tokenizer.from_str(tokenizer_json)
+        self._encoding = dr.DeepseekV41Encoding().with_tokenizer(self._tokenizer)
+        self._options = dr.ConversionOptions(
+            default_thinking_mode=thinking,
+            responses_web_search=dr.WebSearchBehavior.Reject,
+            thinking_max_tokens_upper_bound=MAX_TOKENS_BOUND,
+            non_thinking_max_tokens_upper_bound=MAX_TOKENS_BOUND,
+        ).with_model_versions_by_name(dict.fromkeys(models, dr.ModelVersion.DeepseekV41Flash))
+
+    def convert(self, protocol: str, body: Json) -> Conversation:
+        """Convert and encode a normalised body.
+
+        Raises:
+            Refusal: the recipe refuses it; names the field where the recipe's text allows.
+        """
+        kind = _REQUESTS[protocol]
+        try:
+            request = kind(msgspec.json.encode(body))
+            echo, tool_map = None, dict[str, tuple[str, str]]()
+            if isinstance(request, dr.ResponsesRequest):
+                echo, tool_map = request.echo(), request.namespace_tool_map(self._options)
+            conversation = request.convert(self._options)
+        except dr.ConversionError as error:
+            raise _converted_refusal(protocol, error) from error
+        except ValueError as error:
+            raise Refusal(_clean(str(error)), _blame(protocol, body)) from error
+        try:
+            ids = self._encoding.encode(conversation.conversation)
+        except RuntimeError as error:  # a special token is missing in tokenizer.json
+            raise Refusal(str(error), code=ErrorCode.INTERNAL) from error
+        return Conversation(protocol, conversation, ids, echo, tool_map)
+
+    def stream(
+        self,
+        conversation: Conversation,
+        normal: Normal,
+        rid: bytes,
+        created_s: int,
+        *,
+        silent_ids: frozenset[int],
+        now_s: Callable[[], int],
+    ) -> RecipeStream:
+        """The text state of a converted request."""
+        protocol, request, settings = conversation.protocol, conversation.request, normal.settings
+        frame = Frame(
+            protocol=protocol,
+            id=_ID_PREFIXES[protocol] + rid.hex(),
+            model=normal.model,
+            created_s=created_s,
+            stream=normal.stream,
+            usage_chunk=settings.usage_chunk,
+            usage_each=settings.usage_each,
+        )
+        match protocol:
+            case "chat":
+                generator = dr.ChatCompletionRequest.chunk_generator(request, frame.id, frame.model)
+            case "responses":
+                generator = dr.ResponsesRequest.chunk_generator(request, frame.id, frame.model)
+                if conversation.tool_map:
+                    generator = generator.with_namespace_tool_map(conversation.tool_map)
+                if conversation.echo is not None:
+                    generator = generator.with_echo(conversation.echo)
+            case _:
+                generator = dr.MessagesRequest.chunk_generator(request, frame.id, frame.model)
+        return RecipeStream(
+            frame,
+            generator,
+            request.parsing_options,
+            self._tokenizer,
+            prompt_tokens=len(conversation.prompt_ids),
+            silent_ids=silent_ids,
+            logprobs=settings.n_logprobs >= 0,
+            now_s=now_s,
+        )
+
+
+def deepseek_sampling(conversation: Conversation, settings: Settings) -> SamplingParams:
+    """thinking_sampling = "deepseek": the recipe's temperature and top_p, as its publisher does."""
+    options = conversation.request.inference_options
+    return msgspec.structs.replace(
+        settings.sampling,
+        temperature=options.temperature if options.temperature is not None else 1.0,
+        top_p=options.top_p if options.top_p is not None else 1.0,
+    )
+
+
+# ---------------------------------------------------------------- errors
+
+
+_HINTS = (
+    # what the recipe says, and the field it means
+    (re.compile(r"^Invalid (?:value for )?'?([a-z_]+)'? value"), ""),
+    (re.compile(r"^Invalid '([a-z_]+(?:\[\d+\])?)'"), ""),
+    (re.compile(r"tool_choice|'tool_call'"), "tool_choice"),
+    (re.compile(r"response_format"), "response_format"),
+    (re.compile(r"^\.?(messages\[\d+\])"), ""),
+    (re.compile(r"[Ii]nput items|input messages|role 'tool'|tool_call_id|^messages"), "messages"),
+    (re.compile(r"schema|tool|function", re.IGNORECASE), "tools"),
+)
+
+
+def _converted_refusal(protocol: str, error: dr.ConversionError) -> Refusal:
+    try:
+        text = str(msgspec.json.decode(error.body)["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        text = error.body
+    for pattern, name in _HINTS:
+        if found := pattern.search(text):
+            param = name or found.group(1)
+            if param == "messages":
+                param = _MAIN_FIELDS.get(protocol, param)
+            return Refusal(text, param)
+    return Refusal(text)
+
+
+def _blame(protocol: str, body: Json) -> str:
+    """The field without which the recipe would not have complained about a type."""
+    main = _MAIN_FIELDS.get(protocol, "messages")
+    for name in body:
+        if name not in (main, "model") and _parses(protocol, _without(body, name)):
+            return name
+    items: object = body.get(main)
+    if is_array(items):
+        for index in range(len(items)):
+            if not _parses(protocol, {**body, main: [items[index]]}):
+                return f"{main}[{index}]"
+    return main
+
+
+def _without(body: Json, name: str) -> Json:
+    return {key: value for key, value in body.items() if key != name}
+
+
+def _parses(protocol: str, body: Json) -> bool:
+    try:
+        _REQUESTS[protocol](msgspec.json.encode(body))
+    except ValueError:
+        return False
+    return True
+
+
+def _clean(text: str) -> str:
+    return text.removeprefix("invalid request body: ").removeprefix("invalid JSON request: ")

@@ -1,0 +1,19 @@
+"""The one way to say no to a request before it reaches a queue."""
+
+from deepmesh.wire.messages import ErrorCode
+
+
+class Refusal(Exception):
+    """The request is at fault: becomes `ResponseFailed`, which the gateway shapes.
+
+    Attributes:
+        code: decides the HTTP status.
+        detail: what is wrong and what to send instead.
+        param: path of the field at fault, such as `messages[0].content[1].type`; may be empty.
+    """
+
+    def __init__(self, detail: str, param: str = "", code: ErrorCode = ErrorCode.INVALID) -> None:
+        super().__init__(detail)
+        self.code = code
+        self.detail = detail
+        self.param = param

@@ -1,0 +1,138 @@
+"""The state of one generating request, from `Submit` to the last acknowledgement."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from deepmesh.wire.messages import (
+    Delta,
+    Finished,
+    FinishReason,
+    Generate,
+    ResponseFailed,
+    ResponseFinished,
+    Rid,
+    Submit,
+)
+from services.tokenizer.prepare import Generation
+
+End = ResponseFinished | ResponseFailed
+
+
+class Phase(Enum):
+    """Where a request is."""
+
+    PREPARING = auto()  # being converted, perhaps in a thread
+    UNPLACED = auto()  # no scheduler is up
+    ASKED = auto()  # Attach is out: does a scheduler still hold it?
+    SENT = auto()  # Generate is out
+    RUNNING = auto()  # Accepted, or tokens have come
+    ENDED = auto()  # the end has been sent to the gateway
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One request. `Core` decides, this remembers."""
+
+    submit: Submit
+    gateway: str
+    arrived_ns: int
+    phase: Phase = Phase.PREPARING
+    generation: Generation | None = None
+
+    # the scheduler's side
+    scheduler: str = ""
+    incarnation: bytes = b""  # of the scheduler that has it
+    asked: set[str] = field(default_factory=set[str])
+    attempt: int = 0
+    position: int = 0  # output tokens turned into events
+    output: bytearray = field(default_factory=bytearray)  # their ids, int32
+    acked: int = 0
+    acks: deque[tuple[int, int]] = field(default_factory=deque[tuple[int, int]])
+    reason: FinishReason = FinishReason.STOP  # once it has ended well
+    finished: Finished | None = None  # came before all of its tokens
+    must_ask: bool = False  # a scheduler may hold it already, under an earlier instance of us
+    counted_at: str = ""  # scheduler whose load includes it
+    was_accepted: bool = False
+    is_admitted: bool = False  # the gateway knows
+    has_started: bool = False  # `text.start` has been called
+    cached_tokens: int = 0
+    spoke_at: float = 0.0  # last message to or from the scheduler
+    attached_at: float = -1e9
+    give_up_at: float = 0.0  # without a scheduler
+
+    # the gateway's side
+    events: deque[bytes] = field(default_factory=deque[bytes])  # kept for a re-submission
+    first_kept: int = 0
+    next_event: int = 0
+    withheld: int = 0  # events below are known to the gateway from an earlier instance of us
+    credited: int = 0
+    stuck_since: float = 0.0  # 0: the reader keeps up
+    orphaned_at: float = 0.0  # 0: its gateway is there
+    end: End | None = None
+    ended_at: float = 0.0
+
+    # traces
+    first_token_ns: int = 0
+    busy_ns: int = 0
+
+    @property
+    def rid(self) -> Rid:
+        """Its name everywhere."""
+        return self.submit.rid
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the answer goes out as events."""
+        return self.generation is not None and self.generation.stream
+
+    def generate(self, me: str) -> Generate:
+        """The message that starts it, or that continues it from the tokens known so far."""
+        generation = self.generation
+        assert generation is not None
+        return Generate(
+            rid=self.rid,
+            attempt=self.attempt,
+            reply_to=me,
+            prompt_ids=generation.prompt_ids,
+            prompt_len=generation.prompt_len,
+            confirmed_ids=bytes(self.output),
+            sampling=generation.sampling,
+            seed=generation.seed,
+            stop_ids=generation.stop_ids,
+            max_tokens=generation.max_tokens,
+            min_tokens=generation.min_tokens,
+            n_logprobs=generation.n_logprobs,
+            salt=generation.salt,
+            priority=self.submit.priority,
+            deadline_ns=self.submit.deadline_ns,
+            traceparent=self.submit.traceparent,
+        )
+
+    def add_events(self, events: list[bytes], flags: int = 0) -> Delta | None:
+        """Keep them, and the part of them that the gateway does not have yet."""
+        first = self.next_event
+        self.events.extend(events)
+        self.next_event += len(events)
+        known = min(max(self.withheld - first, 0), len(events))
+        fresh = events[known:]
+        return Delta(self.rid, first + known, fresh, flags) if fresh or flags else None
+
+    def since(self, next_event: int) -> list[bytes]:
+        """Kept events from index `next_event` on."""
+        return list(self.events)[max(next_event - self.first_kept, 0) :]
+
+    def credit(self, num_events: int) -> None:
+        """The client has taken events below `num_events`: forget them."""
+        self.credited = max(self.credited, min(num_events, self.next_event))
+        while self.first_kept < self.credited and self.events:
+            self.events.popleft()
+            self.first_kept += 1
+
+    def newly_acked(self) -> int | None:
+        """Output position to acknowledge upstream now, if it has moved."""
+        moved = False
+        while self.acks and (self.acks[0][0] <= self.credited or not self.is_stream):
+            self.acked = self.acks.popleft()[1]
+            moved = True
+        return self.acked if moved else None

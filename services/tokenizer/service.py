@@ -1,0 +1,198 @@
+"""The tokenizer process: links, threads for long prompts, and the loop around `Core`."""
+
+import asyncio
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from deepmesh.config import Config
+from deepmesh.telemetry import Tracer
+from deepmesh.wire.inbox import AsyncInbox, Endpoint
+from deepmesh.wire.link import Identity, LinkEvent, Mail, PeerDown, PeerUp
+from deepmesh.wire.messages import Drain, ErrorCode, ServiceStats, Shutdown, Submit
+from deepmesh.wire.sockets import Dialer, Listener
+from services.tokenizer.actions import Action, Prepare, ToGateway, ToScheduler, Trace
+from services.tokenizer.answers import Answer
+from services.tokenizer.core import Clock, Core, Stamps
+from services.tokenizer.prepare import Generation, Preparer
+from services.tokenizer.refusal import Refusal
+
+TICK_S = 0.25
+INLINE_BYTES = 32 << 10  # longer bodies are encoded in a thread (4.5k tokens take 5 ms)
+DRAIN_S = 5.0  # after SIGTERM; the supervisor waits a little longer
+_log = logging.getLogger(__name__)
+
+
+class Service:
+    """Feeds mail to the core and carries out what it decides."""
+
+    def __init__(self, config: Config, index: int, preparer: Preparer, tracer: Tracer) -> None:
+        me = Identity.new("tokenizer", f"tokenizer-{index}", config)
+        self._config = config
+        self._preparer = preparer
+        self._tracer = tracer
+        self._core = Core(me.name, config)
+        self._threads = ThreadPoolExecutor(2, "encode")
+        self._listener = Listener(config.tokenizer_address(index), me, config.links, self._stats)
+        self._dialers: dict[str, Dialer] = {}  # by the name of the scheduler
+        self._inbox = AsyncInbox(self._on_event)
+        self._inbox.add(self._listener)
+        for scheduler in range(config.scheduler.count):
+            address = config.scheduler_address(scheduler)
+            self._inbox.add(Dialer(address, me, config.links, self._stats))
+        self._stop: asyncio.Event | None = None
+        self._drain_until = 0.0
+        self._error: Exception | None = None
+
+    @property
+    def address(self) -> str:
+        """Where gateways reach this process."""
+        return self._listener.address
+
+    async def run(self) -> None:
+        """Until `stop`; then what runs may finish for a few seconds."""
+        loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        self._inbox.start(loop)
+        try:
+            while not self._is_drained():
+                self._core.tick(_clock())
+                self._act()
+                await self._pause()
+        finally:
+            self._core.fail_all("the tokenizer is shutting down", _clock())
+            self._act()
+            await asyncio.sleep(0.05)  # let the last messages leave
+            self._inbox.close()
+            self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._error is not None:
+            raise self._error
+
+    def stop(self, within_s: float = DRAIN_S) -> None:
+        """Take nothing new, finish what is there, then end."""
+        if not self._core.draining:
+            _log.info("draining %d requests", self._core.num_live)
+        self._core.draining = True
+        self._drain_until = time.monotonic() + within_s
+        if self._stop is not None:
+            self._stop.set()
+
+    # ------------------------------------------------------------ loop
+
+    async def _pause(self) -> None:
+        assert self._stop is not None
+        if self._core.draining:  # the event stays set: poll
+            await asyncio.sleep(0.02)
+            return
+        try:
+            await asyncio.wait_for(self._stop.wait(), TICK_S)
+        except TimeoutError:
+            return
+
+    def _is_drained(self) -> bool:
+        if not self._core.draining:
+            return False
+        return self._core.num_live == 0 or time.monotonic() >= self._drain_until
+
+    def _on_event(self, endpoint: Endpoint, event: LinkEvent) -> None:
+        try:
+            if isinstance(endpoint, Dialer):
+                self._from_scheduler(endpoint, event)
+            else:
+                self._from_gateway(event)
+            self._act()
+        except Exception as error:  # a bug ends the process: its peers go on without it
+            _log.exception("cannot go on")
+            self._error = error
+            self.stop(0.0)
+
+    def _from_scheduler(self, dialer: Dialer, event: LinkEvent) -> None:
+        match event:
+            case PeerUp(peer=peer):
+                _log.info("%s is up", peer.name)
+                self._dialers[peer.name] = dialer
+                self._core.scheduler_up(peer, _clock())
+            case PeerDown(peer=peer, reason=reason):
+                _log.warning("%s is lost: %s", peer.name, reason)
+                self._core.scheduler_down(peer.name, _clock())
+            case Mail(peer=peer, message=message):
+                stamps = Stamps(peer.name, event.sent_ns, event.received_ns)
+                self._core.scheduler_mail(message, stamps, _clock())
+
+    def _from_gateway(self, event: LinkEvent) -> None:
+        match event:
+            case PeerUp(peer=peer):
+                _log.info("%s is up", peer.name)
+            case PeerDown(peer=peer, reason=reason):
+                _log.info("%s is gone: %s", peer.name, reason)
+                self._core.gateway_down(peer.name, _clock())
+            case Mail(message=Drain(deadline_s=within_s) | Shutdown(deadline_s=within_s)):
+                self.stop(within_s)
+            case Mail(peer=peer, message=message):
+                stamps = Stamps(peer.name, event.sent_ns, event.received_ns)
+                self._core.gateway_mail(message, stamps, _clock())
+
+    # ------------------------------------------------------------ actions
+
+    def _act(self) -> None:
+        while actions := self._core.take():
+            for action in actions:
+                self._carry_out(action)
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case ToGateway(name=name, message=message):
+                self._listener.send(name, message)  # False: it asks again when it is back
+            case ToScheduler(name=name, message=message):
+                if dialer := self._dialers.get(name):
+                    dialer.send(message)  # False: PeerDown follows and settles it
+            case Prepare(submit=submit):
+                self._prepare(submit)
+            case Trace():
+                self._tracer.record(
+                    action.name,
+                    action.parent,
+                    action.start_ns,
+                    action.end_ns,
+                    action.attributes,
+                    error=action.error,
+                )
+
+    def _prepare(self, submit: Submit) -> None:
+        """Long bodies in a thread: the library gives up the interpreter while it encodes."""
+        context = self._core.context(self._preparer.context)
+        if len(submit.body) <= INLINE_BYTES:
+            began_ns = time.time_ns()
+            outcome = prepare(self._preparer, submit, context)
+            self._core.prepared(submit.rid, outcome, began_ns, _clock())
+            return
+        loop = asyncio.get_running_loop()
+        began_ns = time.time_ns()
+        task = loop.run_in_executor(self._threads, prepare, self._preparer, submit, context)
+        task.add_done_callback(lambda done: self._prepared(submit, began_ns, done))
+
+    def _prepared(
+        self, submit: Submit, began_ns: int, done: "asyncio.Future[Generation | Answer | Refusal]"
+    ) -> None:
+        if done.cancelled():
+            return
+        self._core.prepared(submit.rid, done.result(), began_ns, _clock())
+        self._act()
+
+    def _stats(self) -> ServiceStats:
+        return self._core.stats()
+
+
+def prepare(preparer: Preparer, submit: Submit, context: int) -> Generation | Answer | Refusal:
+    """`Preparer.prepare` with its refusals as values; a bug becomes the request's own failure."""
+    try:
+        return preparer.prepare(submit, context)
+    except Refusal as refusal:
+        return refusal
+    except (RuntimeError, OverflowError, RecursionError) as error:
+        _log.exception("cannot prepare a %s request", submit.protocol)
+        return Refusal(f"The request cannot be converted: {error}", code=ErrorCode.INTERNAL)
+
+
+def _clock() -> Clock:
+    return Clock(time.monotonic(), time.time_ns())

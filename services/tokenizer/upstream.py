@@ -1,0 +1,171 @@
+"""The schedulers' side of requests: placing, asking again, aborting, acknowledging."""
+
+from deepmesh.wire.link import Peer
+from deepmesh.wire.messages import Abort, AckRow, Attach, Failed, StopAt, TokenRow
+from services.tokenizer.actions import Outbox, ToScheduler
+from services.tokenizer.placement import Schedulers
+from services.tokenizer.request import Phase, Request
+
+RESEND_S = 2.0  # Generate without Accepted, Attach without an answer
+QUIET_S = 5.0  # a running request without a word: ask
+ATTACH_S = 0.2  # between two Attach of one request
+
+
+class Upstream:
+    """Knows which scheduler has which request, and gets its tokens from there."""
+
+    def __init__(self, me: str, outbox: Outbox) -> None:
+        self.schedulers = Schedulers()
+        self._me = me
+        self._outbox = outbox
+
+    # ------------------------------------------------------------ towards a scheduler
+
+    def place(self, request: Request, now: float) -> bool:
+        """Generate, or continue, at the best scheduler; False while none is up."""
+        self.release(request)
+        peer = self.schedulers.choose()
+        if peer is None:
+            request.phase = Phase.UNPLACED
+            return False
+        request.phase = Phase.SENT
+        request.attempt += 1
+        request.must_ask = False
+        self._join(request, peer)
+        self._generate(request, now)
+        return True
+
+    def ask(self, request: Request, names: set[str], now: float) -> bool:
+        """Ask schedulers whether they hold it already; False while none of them is up."""
+        self.release(request)
+        request.asked = names & self.schedulers.names
+        request.phase = Phase.ASKED if request.asked else Phase.UNPLACED
+        self._attach(request, now)
+        return bool(request.asked)
+
+    def place_or_ask(self, request: Request, now: float) -> bool:
+        """A scheduler may hold it from before a link or a process was lost: then ask first."""
+        if request.must_ask:
+            return self.ask(request, self.schedulers.names, now)
+        peer = self.schedulers.get(request.scheduler)
+        if peer is not None and peer.incarnation == request.incarnation and request.attempt:
+            return self.ask(request, {peer.name}, now)
+        return self.place(request, now)
+
+    def attach(self, request: Request, now: float) -> None:
+        """Tokens are missing: have them sent again from our position on."""
+        if now - request.attached_at >= ATTACH_S:
+            self._attach(request, now)
+
+    def stop(self, request: Request) -> None:
+        """A stop string ended it here; the scheduler's own end will follow."""
+        if request.phase is Phase.RUNNING:
+            message = StopAt(request.rid, request.position)
+            self._outbox.add(ToScheduler(request.scheduler, message))
+
+    def abort(self, request: Request) -> None:
+        """Nobody wants its tokens any more."""
+        names = request.asked if request.phase is Phase.ASKED else {request.scheduler}
+        for name in sorted(names & self.schedulers.names):
+            self._outbox.add(ToScheduler(name, Abort(request.rid, request.attempt)))
+        self.release(request)
+
+    def ack(self, request: Request) -> None:
+        """Tell how far the client has read, if that has moved."""
+        position = request.newly_acked()
+        if position is not None and request.phase is Phase.RUNNING:
+            self._outbox.ack(request.scheduler, AckRow(request.rid, position))
+
+    def done(self, request: Request, name: str, position: int) -> None:
+        """Its terminal message has arrived: the scheduler may forget it."""
+        self._outbox.ack(name, AckRow(request.rid, position, done=True))
+        self.release(request)
+        request.scheduler = ""
+
+    # ------------------------------------------------------------ from a scheduler
+
+    def adopt(self, request: Request, name: str) -> bool:
+        """Whether this scheduler has the request; the first that answers an Attach does."""
+        if request.phase is Phase.ASKED and name in request.asked:
+            peer = self.schedulers.get(name)
+            if peer is None:
+                return False
+            request.asked = set()
+            request.must_ask = False
+            request.attempt = max(request.attempt, 1)
+            self._join(request, peer)
+            request.phase = Phase.RUNNING
+            return True
+        if request.scheduler != name or request.phase not in (Phase.SENT, Phase.RUNNING):
+            return False
+        request.phase = Phase.RUNNING
+        return True
+
+    def unknown(self, request: Request, failed: Failed, name: str, now: float) -> None:
+        """The answer to an Attach: this scheduler does not hold it."""
+        if request.phase is Phase.ASKED:
+            request.asked.discard(name)
+            if not request.asked:
+                self.place(request, now)
+        elif request.phase is Phase.RUNNING and request.scheduler == name:
+            self.place(request, now)
+
+    def down(self, name: str, requests: list[Request]) -> list[Request]:
+        """A scheduler is lost; returns its requests, which are without one now."""
+        self.schedulers.down(name)
+        lost: list[Request] = []
+        for request in requests:
+            if request.phase is Phase.ASKED:
+                request.asked.discard(name)
+                if request.asked:
+                    continue
+            elif request.scheduler != name or request.phase not in (Phase.SENT, Phase.RUNNING):
+                continue
+            self.release(request)
+            request.phase = Phase.UNPLACED
+            lost.append(request)
+        return lost
+
+    def remind(self, request: Request, now: float) -> None:
+        """Time alone: repeat what was not answered; every message upstream is idempotent."""
+        silent_s = now - request.spoke_at
+        match request.phase:
+            case Phase.UNPLACED:
+                self.place_or_ask(request, now)
+            case Phase.SENT if silent_s >= RESEND_S:
+                self._generate(request, now)
+            case Phase.ASKED if silent_s >= RESEND_S:
+                self._attach(request, now)
+            case Phase.RUNNING if silent_s >= QUIET_S:
+                self._attach(request, now)
+            case _:
+                pass
+
+    # ------------------------------------------------------------ inside
+
+    def _generate(self, request: Request, now: float) -> None:
+        request.spoke_at = now
+        self._outbox.add(ToScheduler(request.scheduler, request.generate(self._me)))
+
+    def _attach(self, request: Request, now: float) -> None:
+        request.spoke_at = request.attached_at = now
+        message = Attach(request.rid, request.attempt, self._me, request.position)
+        names = request.asked if request.phase is Phase.ASKED else {request.scheduler}
+        for name in sorted(names):
+            self._outbox.add(ToScheduler(name, message))
+
+    def _join(self, request: Request, peer: Peer) -> None:
+        request.scheduler, request.incarnation = peer.name, peer.incarnation
+        request.counted_at = peer.name
+        self.schedulers.placed[peer.name] += 1
+
+    def release(self, request: Request) -> None:
+        """It no longer counts as load."""
+        if request.counted_at:
+            self.schedulers.placed[request.counted_at] -= 1
+            request.counted_at = ""
+
+
+def is_gap(request: Request, row: TokenRow) -> bool:
+    """Whether tokens between ours and the row's are missing."""
+    return row.pos > request.position
