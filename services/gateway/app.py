@@ -88,11 +88,13 @@ def make_app(edge: Edge, tokenizers: Tokenizers, figures: Exposition) -> Starlet
         "/load": load,
     }
     routes += [Route(path, handler) for path, handler in plain.items()]
-    return Starlette(
+    app = Starlette(
         routes=routes,
         middleware=[Middleware(Stamp)],
         exception_handlers={404: _not_found, 405: _wrong_method, Exception: _broken},
     )
+    app.router.redirect_slashes = False  # a redirected POST is a puzzle; a 404 is not
+    return app
 
 
 def _id_headers(arrival: Arrival) -> list[tuple[bytes, bytes]]:

@@ -11,6 +11,7 @@ from services.gateway.errors import Problem, ProblemError, problem
 
 BODY_IDLE_S = 30.0  # a client that sends nothing of its body for so long is given up
 SMALL_BYTES = 64 << 10
+LINGER_BYTES = 64 << 20
 LINGER_S = 5.0  # how long the rest of a refused body is read and thrown away
 
 
@@ -114,7 +115,7 @@ class BodyReader:
         num_bytes = 0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
-                while num_bytes < 4 * self._max_body_bytes:
+                while num_bytes < LINGER_BYTES:
                     message = await receive()
                     num_bytes += len(message.get("body", b""))
                     if message["type"] != "http.request" or not message.get("more_body", False):

@@ -15,6 +15,7 @@ class EdgeProtocol(HttpToolsProtocol):
     """One client connection."""
 
     _in_headers = True
+    _num_complete = 0
     _num_header_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -31,10 +32,11 @@ class EdgeProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Refuse headers that do not end."""
+        were_open, num_complete = self._in_headers, self._num_complete
         super().data_received(data)
-        if not self._in_headers or self.transport.is_closing():
+        if not were_open or self._num_complete > num_complete or self.transport.is_closing():
             return
-        self._num_header_bytes += len(data)
+        self._num_header_bytes += len(data)  # headers all through
         if self._num_header_bytes > MAX_HEADER_BYTES:
             self.send_400_response(f"Headers are larger than {MAX_HEADER_BYTES} bytes.")
 
@@ -46,6 +48,7 @@ class EdgeProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The body may be larger; `BodyReader` bounds it."""
         self._in_headers = False
+        self._num_complete += 1
         self._num_header_bytes = 0
         super().on_headers_complete()
 

@@ -115,13 +115,14 @@ class Relay:
         await self._put({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
         is_last = False
         while not (stream.is_gone or is_last):
-            is_last = stream.end is not None
-            if num_events := len(stream.events):
-                data = stream.take()
+            if stream.events:
+                data, num_events = stream.take()
+                is_last = stream.end is not None and not stream.events
                 await self._write(data + self._last_words() if is_last else data, is_last=is_last)
                 self._streams.taken(stream, num_events)
                 self._on_write(stream.wrote_at, num_events)
-            elif is_last:
+            elif stream.end is not None:
+                is_last = True
                 await self._write(self._last_words(), is_last=True)
             elif stream.is_ping_due:
                 await self._write(_MESSAGES_PING if self._is_messages else _PING, is_last=False)

@@ -165,6 +165,7 @@ def _bind(host: str, port: int) -> socket.socket:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
+        sock.listen(_BACKLOG)  # from here on clients get through, if only to wait
     except OSError as error:
         sock.close()
         key = "gateway.host" if isinstance(error, socket.gaierror) else "gateway.port"

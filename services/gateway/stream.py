@@ -4,6 +4,7 @@ import asyncio
 
 from deepmesh.wire.messages import ResponseFailed, ResponseFinished, Rid, Submit
 
+WRITE_BYTES = 64 << 10
 End = ResponseFinished | ResponseFailed
 
 
@@ -59,9 +60,17 @@ class Stream:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def take(self) -> bytes:
-        """All buffered events as one piece; `num_taken` follows when the socket has them."""
-        data = self.events[0] if len(self.events) == 1 else b"".join(self.events)
-        self.events = []
-        self.buffered_bytes = 0
-        return data
+    def take(self) -> tuple[bytes, int]:
+        """Buffered events as one piece of bounded size, and how many they are.
+
+        A slow client's bytes stay in this buffer, where they count, not in the socket's.
+        """
+        num_bytes = num_events = 0
+        for event in self.events:
+            if num_events and num_bytes + len(event) > WRITE_BYTES:
+                break
+            num_bytes += len(event)
+            num_events += 1
+        taken, self.events = self.events[:num_events], self.events[num_events:]
+        self.buffered_bytes -= num_bytes
+        return (taken[0] if num_events == 1 else b"".join(taken)), num_events
