@@ -12,6 +12,7 @@ from pathlib import Path
 from deepmesh.config import Config
 
 MAX_BACKOFF_S = 5.0
+USAGE_STATUS = 2  # how a service ends that cannot use its configuration: no restart helps
 STEADY_S = 10.0  # a process that lived this long starts with the first back-off again
 
 # Runs before the service in the same process: the kernel kills the child when the thread that
@@ -76,6 +77,7 @@ class Child:
         self.log = log
         self.restarts = 0
         self.early_ends = 0  # in a row, each soon after its start
+        self.last_status: int | None = None  # negative: the signal that ended it
         self.next_start = 0.0
         self._first_backoff_s = backoff_s
         self._process: subprocess.Popen[bytes] | None = None
@@ -113,7 +115,7 @@ class Child:
             if self._process is None or not self._ended():
                 return None
             self._kill_group()  # before it is reaped: until then no one else can have the number
-            code = self._process.wait()
+            self.last_status = code = self._process.wait()
             self._process = None
         self.early_ends = self.early_ends + 1 if now - self._started < STEADY_S else 1
         backoff_s = self._first_backoff_s * 2 ** min(self.early_ends - 1, 16)

@@ -20,7 +20,7 @@ from deepmesh.gateway_address import (
     gateway_url,
     with_free_port,
 )
-from deepmesh.processes import Child, Command, mesh_commands
+from deepmesh.processes import USAGE_STATUS, Child, Command, mesh_commands
 from deepmesh.run_dir import MeshRecord, ProcessRecord, RunDir, tail
 
 POLL_S = 0.05
@@ -141,6 +141,8 @@ class Mesh:
             for child in self._children.values():
                 if child.early_ends >= MAX_EARLY_ENDS:
                     raise MeshError(self._explain(f"{child.command.name} keeps ending", [child]))
+                if child.last_status == USAGE_STATUS:
+                    raise MeshError(self._explain(f"{child.command.name} cannot start", [child]))
             if self._failure is not None:
                 raise MeshError(f"the supervisor failed: {self._failure!r}")
             if self._stop.is_set():

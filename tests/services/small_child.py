@@ -11,6 +11,9 @@ def main(mode: str, folder: Path, name: str) -> int:
     if mode == "fails":
         print("boom: the flux is not coupled", flush=True)
         return 3
+    if mode == "refuses":
+        print("gateway.port: nonsense", flush=True)
+        return 2
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # sigwait takes it from here
     if mode == "family":
         child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import msgspec
@@ -131,6 +132,15 @@ def test_a_process_that_keeps_ending_stops_the_start_and_its_log_is_quoted(tmp_p
     assert read_record(mesh.run_dir) is None
 
 
+def test_a_process_that_cannot_use_its_configuration_stops_the_start_at_once(
+    tmp_path: Path,
+) -> None:
+    mesh = small_mesh(tmp_path, scheduler="serves", gateway="refuses")
+    with pytest.raises(MeshError, match=r"gateway-0 cannot start(.|\n)*port: nonsense"), mesh:
+        pass
+    assert mesh.restarts["gateway-0"] <= 1
+
+
 def test_a_start_that_takes_too_long_names_the_limit(tmp_path: Path) -> None:
     config = config_in(tmp_path, "[supervisor]\nstart_timeout_s = 0.2\n")
     command = Command(
@@ -196,6 +206,7 @@ def test_leftovers_of_a_killed_mesh_are_removed_but_not_other_files(tmp_path: Pa
 
 KILLED_SUPERVISOR = """
 import sys
+import tomllib
 from pathlib import Path
 from tests.services.test_supervisor import small_mesh
 with small_mesh(Path(sys.argv[1]), scheduler="serves", tokenizer="stubborn") as mesh:
@@ -300,3 +311,12 @@ def test_the_tail_of_a_log_counts_carriage_returns_as_line_ends(tmp_path: Path) 
     log.write_bytes(b"one\ntwo\rloading  40%\rloading  80%\r\n\n")
     assert tail(log, 2) == ["loading  40%", "loading  80%"]
     assert tail(tmp_path / "absent.log", 2) == []
+
+
+def test_the_example_configuration_shows_every_key_with_its_default(tmp_path: Path) -> None:
+    example = Path(__file__).resolve().parents[2] / "mesh.example.toml"
+    assert load_config(example) == load_config(None)
+    shown = tomllib.loads(example.read_text())
+    assert {section: set(table) for section, table in shown.items()} == {
+        section: set(table) for section, table in msgspec.to_builtins(Config()).items()
+    }
