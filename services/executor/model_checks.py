@@ -3,6 +3,19 @@
 from kernels.engram.constants import table_primes
 from services.executor.model_config import BLOCK_TOKENS, ModelConfig
 
+POSITIVE = (
+    *("vocab_size", "hidden_size", "moe_intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "head_dim", "qk_rope_head_dim", "q_lora_rank", "o_lora_rank"),
+    *("o_groups", "sliding_window", "index_n_heads", "index_head_dim", "index_topk"),
+    *("candidate_topk_blocks", "candidate_block_size", "n_routed_experts"),
+    *("num_experts_per_tok", "max_position_embeddings", "hc_mult", "hc_sinkhorn_iters"),
+    *("engram_max_ngram_size", "factor", "original_max_position_embeddings"),
+)
+DRAFT_POSITIVE = (
+    *("dspark_block_size", "dspark_markov_rank"),
+    *("dspark_n_routed_experts", "dspark_num_experts_per_tok"),
+)
+
 
 def config_problems(config: ModelConfig) -> list[str]:
     """Every constraint that does not hold, each text starting with the key at fault."""
@@ -16,14 +29,7 @@ def config_problems(config: ModelConfig) -> list[str]:
 
 
 def _positive(config: ModelConfig) -> list[str]:
-    keys = (
-        "vocab_size hidden_size moe_intermediate_size num_hidden_layers num_attention_heads "
-        "head_dim qk_rope_head_dim q_lora_rank o_lora_rank o_groups sliding_window index_n_heads "
-        "index_head_dim index_topk candidate_topk_blocks candidate_block_size n_routed_experts "
-        "num_experts_per_tok max_position_embeddings hc_mult hc_sinkhorn_iters "
-        "engram_max_ngram_size factor original_max_position_embeddings"
-    ).split()
-    return [f"{key}: must be positive" for key in keys if getattr(config, key) <= 0]
+    return [f"{key}: must be positive" for key in POSITIVE if getattr(config, key) <= 0]
 
 
 def _shapes(config: ModelConfig) -> list[str]:
@@ -130,7 +136,7 @@ def _engram(config: ModelConfig) -> list[str]:
     wanted = tuple(sum(flat) for flat in primes)
     if tables != wanted:
         problems.append(
-            f"engram_num_embeddings: {list(tables)} are not the sums of primes {wanted}"
+            f"engram_num_embeddings: {list(tables)}, the primes sum up to {list(wanted)}"
         )
     return problems
 
@@ -138,10 +144,7 @@ def _engram(config: ModelConfig) -> list[str]:
 def _draft(config: ModelConfig) -> list[str]:
     if not config.num_stages:
         return []
-    keys = (
-        "dspark_block_size dspark_markov_rank dspark_n_routed_experts dspark_num_experts_per_tok"
-    ).split()
-    problems = [f"{key}: must be positive" for key in keys if getattr(config, key) <= 0]
+    problems = [f"{key}: must be positive" for key in DRAFT_POSITIVE if getattr(config, key) <= 0]
     if not config.dspark_target_layer_ids:
         problems.append("dspark_target_layer_ids: must name at least one layer")
     if not 0 <= config.dspark_noise_token_id < config.vocab_size:

@@ -220,24 +220,26 @@ def _flatten(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _convert(
-    field: "dataclasses.Field[Any]", value: Any, values: dict[str, Any], problems: list[str]
+    field: "dataclasses.Field[Any]", value: object, values: dict[str, Any], problems: list[str]
 ) -> None:
     """Put `value` into `values` as the field's type, or say what is wrong with it."""
     kind = str(field.type if isinstance(field.type, str) else getattr(field.type, "__name__", ""))
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if kind.startswith("tuple"):
-        if isinstance(value, list) and all(type(item) is int for item in value):
+    match kind, value:
+        case "str", str():
+            values[field.name] = value
+        case "int" | "float", bool():
+            problems.append(f"{field.name}: must be a number, not {value!r}")
+        case "int", int():
+            values[field.name] = value
+        case "int", float() if value.is_integer():
+            values[field.name] = int(value)
+        case "float", int() | float():
+            values[field.name] = float(value)
+        case _, list() if kind.startswith("tuple") and all(type(item) is int for item in value):
             values[field.name] = tuple(value)
-            return
-        problems.append(f"{field.name}: must be a list of integers, not {value!r}")
-    elif kind == "str":
-        values[field.name] = str(value)
-    elif kind == "int" and is_number and int(value) == value:
-        values[field.name] = int(value)
-    elif kind == "float" and is_number:
-        values[field.name] = float(value)
-    else:
-        problems.append(f"{field.name}: must be of type {kind}, not {value!r}")
+        case _:
+            kind = "a list of integers" if kind.startswith("tuple") else f"of type {kind}"
+            problems.append(f"{field.name}: must be {kind}, not {value!r}")
 
 
 def _pad_ratios(config: ModelConfig) -> ModelConfig:

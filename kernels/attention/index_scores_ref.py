@@ -1,0 +1,40 @@
+"""Reference of `index_scores.py`."""
+
+import torch
+from torch import Tensor
+
+KEY_TILE = 256
+TOKEN_BATCH = 32  # keeps the products of a batch in the CPU's cache
+
+
+def index_scores_ref(
+    queries: Tensor, weights: Tensor, keys: Tensor, visible: Tensor, bf16: bool
+) -> Tensor:
+    num_tokens, num_keys = queries.shape[0], keys.shape[1]
+    scores = queries.new_empty(num_tokens, num_keys)
+    for first in range(0, num_tokens, TOKEN_BATCH):
+        part = slice(first, min(first + TOKEN_BATCH, num_tokens))
+        size = part.stop - first
+        shared = keys.expand(size, -1, -1) if keys.shape[0] == 1 else keys[part]
+        for key in range(0, num_keys, KEY_TILE):
+            tile = shared[:, key : key + KEY_TILE].transpose(1, 2)
+            products = _round(torch.bmm(queries[part], tile), bf16).relu_()
+            products = _round(products.mul_(weights[part].unsqueeze(2)), bf16)
+            scores[part, key : key + KEY_TILE] = _sum_heads(products)
+    hidden = torch.arange(num_keys) >= visible.unsqueeze(1)
+    return scores.masked_fill_(hidden, -torch.inf)
+
+
+def _round(x: Tensor, bf16: bool) -> Tensor:
+    return x.bfloat16().float() if bf16 else x
+
+
+def _sum_heads(products: Tensor) -> Tensor:
+    """Sum over dimension 1 by halves: plain additions in a fixed order."""
+    while (heads := products.shape[1]) > 1:
+        half = heads // 2
+        folded = products[:, :half] + products[:, half : 2 * half]
+        if heads % 2:
+            folded = torch.cat((folded, products[:, -1:]), 1)
+        products = folded
+    return products.squeeze(1)

@@ -1,0 +1,38 @@
+"""Attention of each token over its window rows and its selected compressed rows."""
+
+from torch import Tensor
+
+from kernels.attention.sparse_ref import sparse_attention_ref
+
+
+def sparse_attention(
+    queries: Tensor,
+    window: Tensor,
+    window_slots: Tensor,
+    compressed: Tensor | None,
+    compressed_slots: Tensor | None,
+    sinks: Tensor,
+    *,
+    bf16: bool,
+) -> Tensor:
+    """Multi-query attention, keys = values, with one sink logit per head.
+
+    Args:
+        queries: [num_tokens, num_heads, head_dim], float32, rotated.
+        window: [num_slots + 1, head_dim], float32: paged rows of this layer; the last is zero.
+        window_slots: [num_tokens, window size], int64: rows of `window`; its last row for none.
+        compressed, compressed_slots: the same for the compressed rows; None in layers without.
+        sinks: [num_heads], float32: e^sink joins the denominator, unscaled, without a value.
+        bf16: round the unnormalised probabilities to bfloat16 before the product with the
+            values; the denominator sums the unrounded ones.
+    Returns:
+        [num_tokens, num_heads, head_dim], float32, not rotated back. Zero without any row.
+    Error: 1e-5 relative to max|values|. Bits of a token depend on the contents of its own rows,
+    in slot order, not on slot numbers, other rows or other tokens.
+    Source: DeepSeek-V4.1 attention; softmax scale head_dim^-0.5.
+    """
+    if (compressed is None) != (compressed_slots is None):
+        raise ValueError("sparse_attention: compressed rows and their slots go together")
+    return sparse_attention_ref(
+        queries, window, window_slots, compressed, compressed_slots, sinks, bf16
+    )

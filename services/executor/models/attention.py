@@ -1,0 +1,217 @@
+"""Attention of V4.1: window rows, shared compressed rows, and the indexer that selects them."""
+
+import torch
+from torch import Tensor
+
+from kernels.attention.compress import pool_pairs
+from kernels.attention.index_scores import index_scores
+from kernels.attention.rope import rotate
+from kernels.attention.select import candidate_blocks, mask_to_indices, top_k_mask
+from kernels.attention.sparse import sparse_attention
+from kernels.mhc.rms_norm import rms_norm
+from kernels.quant.linear import tile_linear
+from services.executor.kv_cache import KvCache
+from services.executor.model_config import ModelConfig
+from services.executor.models.numerics import Numerics
+from services.executor.models.outputs import Tap
+from services.executor.models.parameters import AttentionWeights, CompressorWeights, IndexerWeights
+from services.executor.models.plan import Angles, RatioPlan, ScoreGroup, StepPlan
+
+
+class Selections:
+    """What index sources of this forward chose; layers above them read it."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, Tensor] = {}  # by index source: [num_tokens, index_topk]
+        self.candidates: list[Tensor] | None = None  # by score group, of the candidate source
+
+
+class Attention:
+    """One layer's attention. Draft stages use `project` and `output` with keys of their own."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, weights: AttentionWeights, numerics: Numerics
+    ) -> None:
+        self._config, self._layer, self._weights, self._num = config, layer, weights, numerics
+        self._ratio = config.compress_ratios[layer]
+
+    def __call__(
+        self, u: Tensor, plan: StepPlan, cache: KvCache, shared: Selections, tap: Tap | None
+    ) -> Tensor:
+        """u [num_tokens, hidden] -> the sublayer's output; writes this layer's cache rows."""
+        angles = plan.compressed if self._ratio else plan.plain
+        low_rank, queries, row = self.project(u, angles)
+        cache.window[self._layer].index_copy_(0, plan.window_writes, row)
+        compressed = slots = None
+        if self._ratio:
+            slots = self._select(u, low_rank, plan, cache, shared, tap)
+            source = self._config.kv_source(self._layer)
+            assert source is not None
+            compressed = cache.compressed[source]
+        attended = sparse_attention(
+            queries,
+            cache.window[self._layer],
+            plan.window_slots,
+            compressed,
+            slots,
+            self._weights.sinks,
+            bf16=self._num.bf16,
+        )
+        return self.output(attended, angles)
+
+    def project(self, u: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
+        """Low-rank query (as input of linears), rotated queries, and the rounded window row."""
+        rank = self._config.q_lora_rank
+        down = self._num.linear(self._num.fp8_input(u), self._weights.down_t)
+        low_rank = self._norm(down[:, :rank], self._weights.q_norm)
+        low_rank = self._num.fp8_input(low_rank)
+        queries = self._num.linear(low_rank, self._weights.query_t)
+        queries = queries.unflatten(1, (self._config.num_attention_heads, -1))
+        queries = self._num.act(rotate(queries, *angles))
+        return low_rank, queries, self._window_row(down[:, rank:], angles)
+
+    def window_row(self, u: Tensor, angles: Angles) -> Tensor:
+        """The window row alone: draft stages make it from the main model's features."""
+        down_t = self._weights.down_t[:, self._config.q_lora_rank :].contiguous()
+        return self._window_row(self._num.linear(self._num.fp8_input(u), down_t), angles)
+
+    def output(self, attended: Tensor, angles: Angles) -> Tensor:
+        """Rotate back (values carried the rotation), then the grouped low-rank output."""
+        turned = self._num.act(rotate(self._num.act(attended), *angles, inverse=True))
+        flat = turned.flatten(1)
+        width = flat.shape[1] // self._config.o_groups
+        groups = [
+            self._num.linear(flat[:, g * width : (g + 1) * width], group_t)
+            for g, group_t in enumerate(self._weights.group_out_t)
+        ]
+        return self._num.linear(self._num.fp8_input(torch.cat(groups, 1)), self._weights.out_t)
+
+    def _window_row(self, down: Tensor, angles: Angles) -> Tensor:
+        row = self._norm(down, self._weights.kv_norm)
+        return self._num.window_row(self._num.act(rotate(row, *angles)))
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self._num.act(rms_norm(x.contiguous(), weight, self._config.rms_norm_eps))
+
+    # ------------------------------------------------------------ compressed rows
+
+    def _select(
+        self,
+        u: Tensor,
+        low_rank: Tensor,
+        plan: StepPlan,
+        cache: KvCache,
+        shared: Selections,
+        tap: Tap | None,
+    ) -> Tensor:
+        """Slots of the compressed rows that each token attends to."""
+        ratio_plan = plan.ratios[self._ratio]
+        if self._weights.compressor is not None:
+            self._compress(self._weights.compressor, u, plan, ratio_plan, cache)
+        if self._weights.indexer is not None:
+            chosen = ratio_plan.all_visible
+            if ratio_plan.groups:
+                chosen = chosen.clone()
+                self._choose(
+                    self._weights.indexer, u, low_rank, plan, ratio_plan, cache, shared, chosen
+                )
+            if tap is not None:
+                tap(f"layer{self._layer}.topk", chosen)
+            shared.slots[self._layer] = ratio_plan.table.slots(plan.row_of, chosen)
+        source = self._config.index_source(self._layer)
+        assert source is not None
+        return shared.slots[source]
+
+    def _compress(
+        self,
+        weights: CompressorWeights,
+        u: Tensor,
+        plan: StepPlan,
+        ratio_plan: RatioPlan,
+        cache: KvCache,
+    ) -> None:
+        """Write the entries and index keys that this step's tokens complete."""
+        if self._ratio == 2:
+            pooled = self._pool(weights, u, plan, ratio_plan, cache)
+        else:
+            pooled = self._num.linear(u, weights.kv_gate_t)
+        entry = self._norm(pooled, weights.norm)
+        key = self._norm(self._num.linear(entry, weights.index_key_t), weights.index_key_norm)
+        key = self._num.act(rotate(key, *ratio_plan.angles))
+        entry = self._num.act(rotate(entry, *ratio_plan.angles))
+        slots = ratio_plan.write_slots
+        cache.compressed[self._layer].index_copy_(0, slots, self._num.compressed_row(entry))
+        cache.index_keys[self._layer].index_copy_(0, slots, self._num.index_row(key))
+
+    def _pool(
+        self,
+        weights: CompressorWeights,
+        u: Tensor,
+        plan: StepPlan,
+        ratio_plan: RatioPlan,
+        cache: KvCache,
+    ) -> Tensor:
+        """Ratio 2: pool each odd token with the even one before it, perhaps of an earlier step."""
+        dim = self._config.head_dim
+        state = cache.pairs[:, self._config.pair_source_layer_ids.index(self._layer)].flatten(1)
+        both = tile_linear(u, weights.kv_gate_t)  # values | gates, unrounded in every mode
+        odd = both[ratio_plan.ending]
+        even = both[(ratio_plan.ending - 1).clamp_min(0)]
+        even[plan.pairs.resumed] = state[plan.pairs.resumed_blocks]
+        state[plan.pairs.open_blocks] = both[plan.pairs.open_tokens]
+        pairs = torch.stack((even, odd), 1)
+        return self._num.act(pool_pairs(pairs[:, :, :dim], pairs[:, :, dim:]))
+
+    # ------------------------------------------------------------ indexer
+
+    def _choose(
+        self,
+        weights: IndexerWeights,
+        u: Tensor,
+        low_rank: Tensor,
+        plan: StepPlan,
+        ratio_plan: RatioPlan,
+        cache: KvCache,
+        shared: Selections,
+        chosen: Tensor,
+    ) -> None:
+        """Overwrite `chosen` [num_tokens, index_topk] for tokens that must leave entries out."""
+        config = self._config
+        candidates: list[Tensor] = []
+        for index, group in enumerate(ratio_plan.groups):
+            scores = self._scores(weights, u, low_rank, plan, cache, group)
+            if self._layer == config.candidate_source_layer_id:
+                size, count = config.candidate_block_size, config.candidate_topk_blocks
+                candidates.append(candidate_blocks(scores, group.visible, size, count))
+            elif config.uses_candidates(self._layer):
+                assert shared.candidates is not None
+                scores.masked_fill_(~shared.candidates[index], -torch.inf)
+            best = top_k_mask(scores, config.index_topk)
+            chosen[group.tokens] = mask_to_indices(best, config.index_topk)
+        if candidates:
+            shared.candidates = candidates
+
+    def _scores(
+        self,
+        weights: IndexerWeights,
+        u: Tensor,
+        low_rank: Tensor,
+        plan: StepPlan,
+        cache: KvCache,
+        group: ScoreGroup,
+    ) -> Tensor:
+        heads, dim = self._config.index_n_heads, self._config.index_head_dim
+        queries = self._num.linear(low_rank[group.tokens], weights.query_t)
+        angles = plan.compressed[0][group.tokens], plan.compressed[1][group.tokens]
+        queries = self._num.act(rotate(queries.unflatten(1, (heads, dim)), *angles))
+        per_head = self._num.linear(u[group.tokens], weights.heads_t)
+        source = self._config.kv_source(self._layer)
+        assert source is not None
+        keys = cache.index_keys[source].index_select(0, group.key_slots.flatten())
+        return index_scores(
+            self._num.index_row(queries),
+            self._num.act(per_head * (dim**-0.5 * heads**-0.5)),
+            keys.unflatten(0, group.key_slots.shape),
+            group.visible,
+            bf16=self._num.bf16,
+        )

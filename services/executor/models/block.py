@@ -1,0 +1,108 @@
+"""A block: two sublayers between single-pass hyper-connections. Draft stages are blocks, too."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from kernels.mhc.mix import HyperMix, hyper_mix
+from kernels.mhc.rms_norm import rms_norm
+from kernels.mhc.streams import collapse, expand
+from kernels.moe.experts import combine_slots, expert_mlp, routed_experts
+from kernels.moe.gate import route
+from kernels.quant.linear import tile_linear
+from services.executor.model_config import ModelConfig
+from services.executor.models.numerics import Numerics
+from services.executor.models.outputs import Tap
+from services.executor.models.parameters import HyperWeights, LayerWeights, MoeWeights
+
+
+class Moe:
+    """Routed experts and the shared one."""
+
+    def __init__(
+        self, config: ModelConfig, weights: MoeWeights, top_k: int, numerics: Numerics
+    ) -> None:
+        self._config, self._weights, self._top_k, self._num = config, weights, top_k, numerics
+
+    def __call__(self, u: Tensor) -> Tensor:
+        """u [num_tokens, hidden] -> the sublayer's output."""
+        weights, config = self._weights, self._config
+        if weights.w13_t.shape[0] != weights.num_experts:
+            raise NotImplementedError("this rank holds some of the experts: no exchange yet")
+        expert_ids, shares = route(
+            tile_linear(u, weights.gate_t),
+            weights.bias,
+            self._top_k,
+            scaling=config.routed_scaling_factor,
+            temperature=config.gate_temp,
+        )
+        limit, bf16 = config.swiglu_limit, self._num.bf16
+        slots = routed_experts(
+            u,
+            expert_ids,
+            shares,
+            weights.w13_t,
+            weights.w2_t,
+            first_expert=weights.first_expert,
+            limit=limit,
+            bf16=bf16,
+        )
+        shared = expert_mlp(u, weights.shared_w13_t, weights.shared_w2_t, limit=limit, bf16=bf16)
+        return self._num.act(combine_slots(slots).add_(shared))
+
+
+class Block:
+    """Attention and MoE with their hyper-connections, in the order of the specification."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: LayerWeights,
+        top_k: int,
+        numerics: Numerics,
+        name: str,
+    ) -> None:
+        self._config, self._weights, self._num, self._name = config, weights, numerics, name
+        self._moe = Moe(config, weights.moe, top_k, numerics)
+
+    def __call__(
+        self,
+        streams: Tensor,
+        carried: Tensor,
+        attention: Callable[[Tensor], Tensor],
+        tap: Tap | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(streams, pre-mix carried in) -> (streams, pre-mix for the next block)."""
+        weights = self._weights
+        mix = self._mix(streams, weights.attn_hyper)
+        out = attention(self._input(streams, carried, weights.attn_hyper))
+        self._show(tap, "attn", mix, out)
+        streams = self._num.act(expand(streams, out, mix.post, mix.comb))
+        carried = mix.pre
+        mix = self._mix(streams, weights.ffn_hyper)
+        out = self._moe(self._input(streams, carried, weights.ffn_hyper))
+        self._show(tap, "ffn", mix, out)
+        return self._num.act(expand(streams, out, mix.post, mix.comb)), mix.pre
+
+    def _mix(self, streams: Tensor, weights: HyperWeights) -> HyperMix:
+        return hyper_mix(
+            streams,
+            weights.fn_t,
+            weights.scale,
+            weights.base,
+            num_iters=self._config.hc_sinkhorn_iters,
+            hc_eps=self._config.hc_eps,
+            norm_eps=self._config.rms_norm_eps,
+        )
+
+    def _input(self, streams: Tensor, carried: Tensor, weights: HyperWeights) -> Tensor:
+        """Collapse by the PREVIOUS sublayer's pre-mix, then the sublayer's norm."""
+        collapsed = self._num.act(collapse(streams, carried))
+        return self._num.act(rms_norm(collapsed, weights.norm, self._config.rms_norm_eps))
+
+    def _show(self, tap: Tap | None, site: str, mix: HyperMix, out: Tensor) -> None:
+        if tap is None:
+            return
+        tap(f"{self._name}.{site}_out", out)
+        for part, value in zip(mix._fields, mix, strict=True):
+            tap(f"{self._name}.hc_{site}_{part}", value)

@@ -1,0 +1,115 @@
+"""DeepSeek-V4.1: the forward pass over paged pools, in the order in which it happens."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels.mhc.rms_norm import rms_norm
+from kernels.mhc.streams import collapse
+from kernels.quant.linear import tile_linear
+from services.executor.batch import StepBatch
+from services.executor.kv_cache import KvCache
+from services.executor.model_config import ModelConfig
+from services.executor.models.attention import Attention, Selections
+from services.executor.models.block import Block
+from services.executor.models.dspark import DSpark, first_stream
+from services.executor.models.engram import Engram, last_compressed_ids
+from services.executor.models.numerics import Numerics
+from services.executor.models.outputs import DraftBatch, DraftOutput, StepOutput, Tap
+from services.executor.models.parameters import ModelWeights
+from services.executor.models.plan import Ropes, plan_step
+
+
+class DeepseekV41:
+    """The main model and its draft stages. Holds weights only; all state is in `KvCache`.
+
+    Every output row depends, bit for bit, on its request's ids alone: not on the other rows of a
+    batch, nor on how a request was cut into steps, nor on block numbers or threads.
+    """
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights, numerics: str) -> None:
+        self.config, self.weights, self.numerics = config, weights, numerics
+        self._num = Numerics.named(numerics)
+        self._ropes = Ropes(config)
+        top_k = config.num_experts_per_tok
+        self._attentions = [
+            Attention(config, index, layer.attention, self._num)
+            for index, layer in enumerate(weights.layers)
+        ]
+        self._blocks = [
+            Block(config, layer, top_k, self._num, f"layer{index}")
+            for index, layer in enumerate(weights.layers)
+        ]
+        pad_id = int(weights.compressed_ids[config.engram_pad_token_id])
+        self._engrams = {
+            index: Engram(config, layer.engram, pad_id, self._num)
+            for index, layer in enumerate(weights.layers)
+            if layer.engram is not None
+        }
+        self._dspark = None
+        if weights.draft is not None:
+            self._dspark = DSpark(
+                config, weights.draft, weights.embed, weights.head_t, self._ropes, self._num
+            )
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch, cache: KvCache, tap: Tap | None = None) -> StepOutput:
+        """Compute all tokens of `batch`, write their cache rows, and return the logits wanted.
+
+        Rows may be prefill chunks and decode or verify rows of any width, in any mixture.
+        Draft stages' window rows are written along.
+        """
+        config = self.config
+        plan = plan_step(batch, cache, config, self._ropes)
+        order = config.engram_max_ngram_size
+        last_ids = last_compressed_ids(batch, self.weights.compressed_ids, plan.row_of, order)
+        streams = self.weights.embed[batch.ids].unsqueeze(1).repeat(1, config.hc_mult, 1)
+        carried = first_stream(streams)
+        shared = Selections()
+        features: list[Tensor] = []
+        for layer, block in enumerate(self._blocks):
+            engram = self._engrams.get(layer)
+            if engram is not None:
+                rows = engram.rows(last_ids)
+                streams = engram(streams, rows)
+                _show(tap, layer, engram_hash=rows, engram_out=streams)
+            if layer in config.dspark_target_layer_ids:
+                features.append(self._feature(streams))
+                _show(tap, layer, dspark_feature=features[-1])
+            attention = partial(
+                self._attentions[layer], plan=plan, cache=cache, shared=shared, tap=tap
+            )
+            streams, carried = block(streams, carried, attention, tap)
+            _show(tap, layer, streams_out=streams, pre_mix_out=carried)
+        joined = torch.cat(features, 1) if features else streams.new_zeros(batch.num_tokens, 0)
+        if self._dspark is not None:
+            self._dspark.feed(joined, plan, cache)
+        wanted = batch.logit_tokens
+        return StepOutput(self._logits(streams[wanted], carried[wanted]), joined)
+
+    @torch.inference_mode()
+    def draft(self, batch: DraftBatch, cache: KvCache) -> DraftOutput:
+        """Greedy drafts behind each anchor; reads the stages' window rows, writes nothing.
+
+        Raises:
+            ValueError: the checkpoint has no draft stages.
+        """
+        if self._dspark is None:
+            raise ValueError("this checkpoint has no draft stages (num_nextn_predict_layers is 0)")
+        return self._dspark.draft(batch, cache)
+
+    def _feature(self, streams: Tensor) -> Tensor:
+        mean = streams.new_full(streams.shape[:2], 1.0 / self.config.hc_mult)
+        return self._num.act(collapse(streams, mean))
+
+    def _logits(self, streams: Tensor, carried: Tensor) -> Tensor:
+        hidden = self._num.act(collapse(streams, carried))
+        normed = self._num.act(rms_norm(hidden, self.weights.norm, self.config.rms_norm_eps))
+        return tile_linear(normed, self.weights.head_t)
+
+
+def _show(tap: Tap | None, layer: int, **values: Tensor) -> None:
+    if tap is not None:
+        for name, value in values.items():
+            tap(f"layer{layer}.{name}", value)

@@ -1,0 +1,133 @@
+"""DSpark: draft stages that propose the next tokens in one pass, and their heads."""
+
+import torch
+from torch import Tensor
+
+from kernels.attention.sparse import sparse_attention
+from kernels.mhc.rms_norm import rms_norm
+from kernels.mhc.streams import collapse
+from kernels.quant.linear import tile_linear
+from kernels.quant.pointwise import sigmoid
+from services.executor.kv_cache import KvCache
+from services.executor.model_config import ModelConfig
+from services.executor.models.attention import Attention
+from services.executor.models.block import Block
+from services.executor.models.numerics import Numerics
+from services.executor.models.outputs import DraftBatch, DraftOutput
+from services.executor.models.parameters import DraftWeights
+from services.executor.models.plan import Angles, Ropes, StepPlan, window_slots, window_table
+
+
+class DSpark:
+    """The draft model; it shares embedding and head with the main model."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DraftWeights,
+        embed: Tensor,
+        head_t: Tensor,
+        ropes: Ropes,
+        numerics: Numerics,
+    ) -> None:
+        self._config, self._weights, self._num = config, weights, numerics
+        self._embed, self._head_t, self._ropes = embed, head_t, ropes
+        first, top_k = config.num_hidden_layers, config.dspark_num_experts_per_tok
+        self._attentions = [
+            Attention(config, first + index, stage.attention, numerics)
+            for index, stage in enumerate(weights.stages)
+        ]
+        self._blocks = [
+            Block(config, stage, top_k, numerics, f"stage{index}")
+            for index, stage in enumerate(weights.stages)
+        ]
+
+    def feed(self, features: Tensor, plan: StepPlan, cache: KvCache) -> None:
+        """Write the stages' window rows of positions that the main model has just computed."""
+        main = self._num.linear(self._num.fp8_input(features), self._weights.main_proj_t)
+        main = self._num.act(rms_norm(main, self._weights.main_norm, self._config.rms_norm_eps))
+        for stage, attention in enumerate(self._attentions):
+            row = attention.window_row(main, plan.plain)
+            rows = cache.window[self._config.num_hidden_layers + stage]
+            rows.index_copy_(0, plan.window_writes, row)
+
+    def draft(self, batch: DraftBatch, cache: KvCache) -> DraftOutput:
+        """Propose a block of tokens behind each anchor."""
+        streams, carried = self._run_stages(batch, cache)
+        hidden = self._num.act(collapse(streams, carried))
+        normed = rms_norm(hidden, self._weights.norm, self._config.rms_norm_eps)
+        base = tile_linear(self._num.act(normed), self._head_t)
+        shape = (batch.anchors.shape[0], self._config.dspark_block_size)
+        return self._chain(batch.anchors, hidden.unflatten(0, shape), base.unflatten(0, shape))
+
+    def _run_stages(self, batch: DraftBatch, cache: KvCache) -> tuple[Tensor, Tensor]:
+        size, num_rows = self._config.dspark_block_size, batch.anchors.shape[0]
+        ids = batch.anchors.new_full((num_rows, size), self._config.dspark_noise_token_id)
+        ids[:, 0] = batch.anchors
+        embedded = self._embed[ids.flatten()]
+        streams = embedded.unsqueeze(1).repeat(1, self._config.hc_mult, 1)
+        carried = first_stream(streams)
+        angles = self._ropes.plain.at((batch.positions.unsqueeze(1) + torch.arange(size)).flatten())
+        # All tokens of a block see the same window: the rows before the anchor.
+        rows = torch.arange(num_rows).repeat_interleave(size)
+        table = window_table(batch.window_blocks, cache)
+        before = (batch.positions - 1)[rows]
+        slots = window_slots(table, rows, before, self._config.sliding_window)
+        block_slots = rows.unsqueeze(1) * size + torch.arange(size)
+        for stage, block in enumerate(self._blocks):
+            window = cache.window[self._config.num_hidden_layers + stage]
+            streams, carried = block(
+                streams,
+                carried,
+                lambda u, stage=stage, window=window: self._attend(
+                    stage, u, angles, window, slots, block_slots
+                ),
+            )
+        return streams, carried
+
+    def _attend(
+        self,
+        stage: int,
+        u: Tensor,
+        angles: Angles,
+        window: Tensor,
+        slots: Tensor,
+        block_slots: Tensor,
+    ) -> Tensor:
+        """Window rows of the main model and the block's own rows, which are not stored."""
+        attention = self._attentions[stage]
+        _, queries, row = attention.project(u, angles)
+        block_rows = torch.cat((row, row.new_zeros(1, row.shape[1])))
+        attended = sparse_attention(
+            queries,
+            window,
+            slots,
+            block_rows,
+            block_slots,
+            self._weights.stages[stage].attention.sinks,
+            bf16=self._num.bf16,
+        )
+        return attention.output(attended, angles)
+
+    def _chain(self, anchors: Tensor, hidden: Tensor, base: Tensor) -> DraftOutput:
+        """Each draft's logits depend on the one before it through the Markov head."""
+        previous = anchors
+        ids: list[Tensor] = []
+        logits: list[Tensor] = []
+        confidence: list[Tensor] = []
+        for index in range(self._config.dspark_block_size):
+            embedded = self._weights.markov_embed[previous]
+            step = base[:, index] + tile_linear(embedded, self._weights.markov_head_t)
+            joined = torch.cat((hidden[:, index], embedded), 1)
+            confidence.append(sigmoid(tile_linear(joined, self._weights.confidence_t).squeeze(1)))
+            previous = step.argmax(1)
+            ids.append(previous)
+            logits.append(step)
+        return DraftOutput(torch.stack(ids, 1), torch.stack(logits, 1), torch.stack(confidence, 1))
+
+
+def first_stream(streams: Tensor) -> Tensor:
+    """The pre-mix before the first sublayer: one-hot, that is the plain embedding."""
+    carried = streams.new_zeros(streams.shape[0], streams.shape[1])
+    carried[:, 0] = 1.0
+    return carried

@@ -1,0 +1,55 @@
+"""Precision modes: which values are rounded where (docs/architecture.md, same bits)."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kernels.quant.linear import tile_linear
+from kernels.quant.rounding import round_bf16, round_fp4_e4m3, round_fp4_ue8m0, round_fp8
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """`exact`: float32 throughout. `fp32`: caches rounded. `bf16`: the released precision map.
+
+    Products always run in float32: FP8 and FP4 weights and bfloat16 activations are exact there.
+    """
+
+    rounds_caches: bool
+    bf16: bool
+
+    @staticmethod
+    def named(name: str) -> "Numerics":
+        """The mode of mesh.toml's `executor.numerics`."""
+        modes = {
+            "exact": Numerics(rounds_caches=False, bf16=False),
+            "fp32": Numerics(rounds_caches=True, bf16=False),
+            "bf16": Numerics(rounds_caches=True, bf16=True),
+        }
+        if name not in modes:
+            raise ValueError(f"numerics: {name!r} is not one of {', '.join(modes)}")
+        return modes[name]
+
+    def act(self, x: Tensor) -> Tensor:
+        """A value that the released model keeps in bfloat16."""
+        return round_bf16(x) if self.bf16 else x
+
+    def fp8_input(self, x: Tensor) -> Tensor:
+        """The input of linears with FP8 weights."""
+        return round_fp8(x) if self.bf16 else x
+
+    def linear(self, x: Tensor, weight_t: Tensor) -> Tensor:
+        """A linear with bfloat16 result; its input is rounded before, if at all."""
+        return self.act(tile_linear(x, weight_t))
+
+    def window_row(self, x: Tensor) -> Tensor:
+        """What the window pool keeps of a row: FP8."""
+        return round_fp8(x) if self.rounds_caches else x
+
+    def compressed_row(self, x: Tensor) -> Tensor:
+        """What the global pool keeps of a compressed row: FP4 with E4M3 scales."""
+        return round_fp4_e4m3(x) if self.rounds_caches else x
+
+    def index_row(self, x: Tensor) -> Tensor:
+        """Index keys as kept, and index queries as used: FP4 with UE8M0 scales."""
+        return round_fp4_ue8m0(x) if self.rounds_caches else x

@@ -1,0 +1,256 @@
+"""Released checkpoint layout -> `ModelWeights`; `load_model` is the way in."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from kernels.engram.constants import hash_multipliers, table_primes
+from kernels.quant.unpack import unpack_fp4, unpack_fp8
+from services.executor.checkpoint import (
+    CheckpointError,
+    StoredTensor,
+    check_tensors,
+    read_headers,
+)
+from services.executor.compressed_ids import compressed_ids
+from services.executor.model_config import ModelConfig, load_config
+from services.executor.models.deepseek_v41 import DeepseekV41
+from services.executor.models.parameters import (
+    AttentionWeights,
+    CompressorWeights,
+    DraftWeights,
+    EngramWeights,
+    HyperWeights,
+    IndexerWeights,
+    LayerWeights,
+    ModelWeights,
+    MoeWeights,
+)
+from services.executor.tensor_specs import rank_experts, tensor_specs
+
+ProgressCallback = Callable[[str, int, int], None]  # stage, done, total
+
+
+def load_model(
+    path: Path | str,
+    numerics: str,
+    rank: int = 0,
+    ranks: int = 1,
+    progress: ProgressCallback | None = None,
+) -> DeepseekV41:
+    """The model of a checkpoint folder, with the routed experts of `rank` only.
+
+    Raises:
+        ModelConfigError: config.json is wrong.
+        CheckpointError: weights are missing, surplus or of another shape or dtype; lists all.
+    """
+    folder = Path(path)
+    config = load_config(folder)
+    weights = load_weights(folder, config, rank=rank, ranks=ranks, progress=progress)
+    return DeepseekV41(config, weights, numerics)
+
+
+def load_weights(
+    folder: Path,
+    config: ModelConfig,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    progress: ProgressCallback | None = None,
+) -> ModelWeights:
+    """Check every tensor, then load layer by layer. See `load_model`."""
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank {rank} is not within 0..{ranks - 1}")
+    stored = read_headers(folder)
+    check_tensors(tensor_specs(config), stored)
+    return _Reader(stored, config, rank, ranks, progress or (lambda *_: None)).model(folder)
+
+
+class _Reader:
+    """Reads tensors by name and puts them into the forms of `models/parameters.py`."""
+
+    def __init__(
+        self,
+        stored: dict[str, StoredTensor],
+        config: ModelConfig,
+        rank: int,
+        ranks: int,
+        progress: ProgressCallback,
+    ) -> None:
+        self._stored, self._config = stored, config
+        self._rank, self._ranks, self._progress = rank, ranks, progress
+        self._files = {
+            file: safe_open(str(file), framework="pt")
+            for file in {tensor.file for tensor in stored.values()}
+        }
+
+    def model(self, folder: Path) -> ModelWeights:
+        config = self._config
+        total = config.num_hidden_layers + config.num_stages
+        layers: list[LayerWeights] = []
+        for layer in range(config.num_hidden_layers):
+            self._progress("layers", layer, total)
+            layers.append(self._layer(f"layers.{layer}.", layer, config.n_routed_experts))
+        draft = self._draft(total) if config.num_stages else None
+        ids = torch.arange(config.vocab_size)
+        if config.engram_layer_ids:
+            self._progress("engram ids", 0, 1)
+            ids = self._compressed_ids(folder / "tokenizer.json")
+        weights = ModelWeights(
+            embed=self._plain("embed.weight"),
+            layers=tuple(layers),
+            norm=self._plain("norm.weight"),
+            head_t=self._plain("head.weight").t().contiguous(),
+            compressed_ids=ids,
+            draft=draft,
+        )
+        self._progress("layers", total, total)
+        return weights
+
+    def _compressed_ids(self, file: Path) -> Tensor:
+        if not file.exists():
+            raise CheckpointError(f"{file}: missing; the Engram hash is made from it")
+        ids = compressed_ids(file, self._config.vocab_size)
+        wanted = self._config.engram_compressed_vocab_size
+        if max(ids) + 1 != wanted:
+            raise CheckpointError(
+                f"{file}: {max(ids) + 1} compressed ids, but config.json says"
+                f" engram_compressed_vocab_size {wanted}: not this model's tokenizer"
+            )
+        return torch.tensor(ids)
+
+    def _draft(self, total: int) -> DraftWeights:
+        config = self._config
+        stages: list[LayerWeights] = []
+        for stage in range(config.num_stages):
+            layer = config.num_hidden_layers + stage
+            self._progress("layers", layer, total)
+            stages.append(self._layer(f"mtp.{stage}.", layer, config.dspark_n_routed_experts))
+        last = f"mtp.{config.num_stages - 1}."
+        return DraftWeights(
+            main_proj_t=self._fp8_t("mtp.0.main_proj"),
+            main_norm=self._plain("mtp.0.main_norm.weight"),
+            stages=tuple(stages),
+            norm=self._plain(last + "norm.weight"),
+            markov_embed=self._plain(last + "markov_head.embed.weight"),
+            markov_head_t=self._plain_t(last + "markov_head.head.weight"),
+            confidence_t=self._plain_t(last + "confidence_head.proj.weight"),
+        )
+
+    def _layer(self, prefix: str, layer: int, num_experts: int) -> LayerWeights:
+        return LayerWeights(
+            attn_hyper=self._hyper(prefix, "attn"),
+            ffn_hyper=self._hyper(prefix, "ffn"),
+            attention=self._attention(prefix + "attn.", layer),
+            moe=self._moe(prefix + "ffn.", num_experts),
+            engram=self._engram(prefix + "engram.", layer)
+            if layer in self._config.engram_layer_ids
+            else None,
+        )
+
+    def _hyper(self, prefix: str, site: str) -> HyperWeights:
+        return HyperWeights(
+            norm=self._plain(f"{prefix}{site}_norm.weight"),
+            fn_t=self._plain_t(f"{prefix}hc_{site}_fn"),
+            base=self._plain(f"{prefix}hc_{site}_base"),
+            scale=self._plain(f"{prefix}hc_{site}_scale"),
+        )
+
+    def _attention(self, prefix: str, layer: int) -> AttentionWeights:
+        config = self._config
+        is_kv_source = layer in config.kv_source_layer_ids
+        is_index_source = layer in config.index_source_layer_ids
+        groups = self._fp8(prefix + "wo_a").chunk(config.o_groups)
+        return AttentionWeights(
+            sinks=self._plain(prefix + "attn_sink"),
+            down_t=_join_t(self._fp8(prefix + "wq_a"), self._fp8(prefix + "wkv")),
+            q_norm=self._plain(prefix + "q_norm.weight"),
+            kv_norm=self._plain(prefix + "kv_norm.weight"),
+            query_t=self._fp8_t(prefix + "wq_b"),
+            group_out_t=tuple(group.t().contiguous() for group in groups),
+            out_t=self._fp8_t(prefix + "wo_b"),
+            compressor=self._compressor(prefix, layer) if is_kv_source else None,
+            indexer=IndexerWeights(
+                query_t=self._fp8_t(prefix + "indexer.wq_b"),
+                heads_t=self._plain_t(prefix + "indexer.weights_proj.weight"),
+            )
+            if is_index_source
+            else None,
+        )
+
+    def _compressor(self, prefix: str, layer: int) -> CompressorWeights:
+        names = ["wkv", "wgate"] if self._config.compress_ratios[layer] == 2 else ["wkv"]
+        parts = [self._plain(f"{prefix}compressor.{name}.weight") for name in names]
+        return CompressorWeights(
+            kv_gate_t=_join_t(*parts),
+            norm=self._plain(prefix + "compressor.norm.weight"),
+            index_key_t=self._plain_t(prefix + "indexer.wk.weight"),
+            index_key_norm=self._plain(prefix + "indexer.k_norm.weight"),
+        )
+
+    def _moe(self, prefix: str, num_experts: int) -> MoeWeights:
+        own = rank_experts(num_experts, self._rank, self._ranks)
+        config = self._config
+        hidden, inter = config.hidden_size, config.moe_intermediate_size
+        w13_t = torch.empty(len(own), hidden, 2 * inter)
+        w2_t = torch.empty(len(own), inter, hidden)
+        for slot, expert in enumerate(own):
+            base = f"{prefix}experts.{expert}."
+            w13_t[slot, :, :inter] = self._fp4(base + "w1").t()
+            w13_t[slot, :, inter:] = self._fp4(base + "w3").t()
+            w2_t[slot] = self._fp4(base + "w2").t()
+        shared = prefix + "shared_experts."
+        return MoeWeights(
+            gate_t=self._plain_t(prefix + "gate.weight"),
+            bias=self._plain(prefix + "gate.bias"),
+            first_expert=own.start,
+            num_experts=num_experts,
+            w13_t=w13_t,
+            w2_t=w2_t,
+            shared_w13_t=_join_t(self._fp8(shared + "w1"), self._fp8(shared + "w3")),
+            shared_w2_t=self._fp8_t(shared + "w2"),
+        )
+
+    def _engram(self, prefix: str, layer: int) -> EngramWeights:
+        config = self._config
+        order, heads = config.engram_max_ngram_size, config.engram_n_heads
+        number = config.engram_layer_ids.index(layer)
+        every = table_primes(len(config.engram_layer_ids), order, heads, config.engram_vocab_size)
+        primes = torch.tensor(every[number])
+        multipliers = hash_multipliers(layer, config.engram_compressed_vocab_size, order)
+        return EngramWeights(
+            table=self._raw(prefix + "embed.weight"),  # safetensors maps the file: not read here
+            scales=self._raw(prefix + "embed.scale"),
+            kv_t=self._fp8_t(prefix + "wkv"),
+            q_weight=self._plain(prefix + "q_weight"),
+            k_weight=self._plain(prefix + "k_weight"),
+            multipliers=torch.tensor(multipliers),
+            primes=primes.unflatten(0, (-1, heads)),
+            offsets=(primes.cumsum(0) - primes).unflatten(0, (-1, heads)),
+        )
+
+    def _raw(self, name: str) -> Tensor:
+        return self._files[self._stored[name].file].get_tensor(name)
+
+    def _plain(self, name: str) -> Tensor:
+        return self._raw(name).float()
+
+    def _plain_t(self, name: str) -> Tensor:
+        return self._plain(name).t().contiguous()
+
+    def _fp8(self, name: str) -> Tensor:
+        return unpack_fp8(self._raw(name + ".weight"), self._raw(name + ".scale"))
+
+    def _fp8_t(self, name: str) -> Tensor:
+        return self._fp8(name).t().contiguous()
+
+    def _fp4(self, name: str) -> Tensor:
+        return unpack_fp4(self._raw(name + ".weight"), self._raw(name + ".scale"))
+
+
+def _join_t(*parts: Tensor) -> Tensor:
+    """Linears of the same input, side by side: [in, out_1 + out_2 + …]."""
+    return torch.cat(parts).t().contiguous()
