@@ -1,0 +1,121 @@
+"""One class of KV blocks on one rank: who holds each block, and when it is free again."""
+
+from collections import OrderedDict
+
+import numpy as np
+
+
+class BlockPool:
+    """Blocks 0..total-1, each in exactly one class.
+
+    held: in block tables or pinned (`held[b]` counts them). evictable: only the prefix index
+    keeps it. fenced: nobody wants it, but a submitted step may still touch it. free: the rest.
+    A block's fence is the last step that may touch it; only the gpu_done watermark passes it.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.held = np.zeros(total, np.int32)
+        self.cached = np.zeros(total, np.int32)  # entries of the prefix index that keep the block
+        self.fence = np.zeros(total, np.int64)
+        self.gpu_done = 0
+        self.num_fenced = 0
+        self._free = list(range(total - 1, -1, -1))
+        self._fenced: dict[int, list[int]] = {}
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be taken right now."""
+        return len(self._free)
+
+    @property
+    def num_evictable(self) -> int:
+        """Blocks that only the prefix index keeps."""
+        return len(self._evictable)
+
+    @property
+    def num_available(self) -> int:
+        """Free blocks and those that eviction can free."""
+        return len(self._free) + len(self._evictable)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks in tables or pinned."""
+        return self.total - self.num_available - self.num_fenced
+
+    def take(self, count: int) -> list[int] | None:
+        """`count` free blocks, held once; None if there are not so many."""
+        if count > len(self._free):
+            return None
+        if count == 0:
+            return []
+        blocks = self._free[-count:]
+        del self._free[-count:]
+        self.held[blocks] = 1
+        return blocks
+
+    def share(self, block: int) -> None:
+        """One more holder of a block that is held or cached."""
+        assert self.held[block] > 0 or self.cached[block] > 0, f"block {block} is free"
+        if self.held[block] == 0:
+            del self._evictable[block]
+        self.held[block] += 1
+
+    def release(self, block: int, fence: int) -> None:
+        """One holder less; steps up to `fence` may still touch the block."""
+        assert self.held[block] > 0, f"block {block} is not held"
+        self.held[block] -= 1
+        if fence > self.fence[block]:
+            self.fence[block] = fence
+        if self.held[block] == 0:
+            if self.cached[block] > 0:
+                self._evictable[block] = None
+            else:
+                self._retire(block)
+
+    def keep(self, block: int) -> None:
+        """The prefix index keeps a block that is held."""
+        assert self.held[block] > 0, f"block {block} is not held"
+        self.cached[block] += 1
+
+    def drop(self, block: int) -> None:
+        """The prefix index lets a block go."""
+        assert self.cached[block] > 0, f"block {block} is not cached"
+        self.cached[block] -= 1
+        if self.cached[block] == 0 and self.held[block] == 0:
+            del self._evictable[block]
+            self._retire(block)
+
+    def oldest_evictable(self) -> int | None:
+        """The cached block that nobody has held for the longest time."""
+        return next(iter(self._evictable), None)
+
+    def advance(self, gpu_done: int) -> None:
+        """All steps up to `gpu_done` are complete on the device, their tails included."""
+        assert gpu_done >= self.gpu_done, "the gpu_done watermark went back"
+        self.gpu_done = gpu_done
+        for step in [step for step in self._fenced if step <= gpu_done]:
+            blocks = self._fenced.pop(step)
+            self.num_fenced -= len(blocks)
+            self._free.extend(blocks)
+
+    def fenced_blocks(self) -> dict[int, list[int]]:
+        """Fenced blocks by the step they wait for."""
+        return self._fenced
+
+    def free_blocks(self) -> list[int]:
+        """The free list, next to be taken last."""
+        return self._free
+
+    def evictable_blocks(self) -> list[int]:
+        """Evictable blocks, least recently used first."""
+        return list(self._evictable)
+
+    def _retire(self, block: int) -> None:
+        fence = int(self.fence[block])
+        if fence <= self.gpu_done:
+            self._free.append(block)
+        else:
+            self._fenced.setdefault(fence, []).append(block)
+            self.num_fenced += 1

@@ -1,0 +1,143 @@
+"""One engine epoch: the pools, table and pipeline that live and die with it."""
+
+from typing import Literal
+
+import msgspec
+
+from deepmesh.config import SchedulerConfig
+from deepmesh.wire.messages import Capacity, Pool, ReplicaStats, StepResult, StepStatus, SubmitStep
+
+from .group import Group, StepRecord
+from .leases import RankMemory
+from .outbox import Outbox
+from .packer import Packer
+from .planner import Planner
+from .policy import Geometry
+from .registry import Registry
+from .request import Request
+from .residency import Residency
+from .results import Results
+from .waiting import WaitingQueue
+
+
+def geometry_of(config: SchedulerConfig, capacities: list[Capacity]) -> Geometry:
+    """What the executors declared, bounded by the config."""
+    first = capacities[0]
+    limit = min(capacity.max_model_len for capacity in capacities)
+    if config.max_model_len:
+        limit = min(limit, config.max_model_len)
+    align = first.chunk_align
+    return Geometry(
+        block_size=first.block_size,
+        chunk_align=align,
+        chunk_tokens=max(align, config.chunk_tokens // align * align),
+        step_tokens=config.step_tokens,
+        window=first.window,
+        max_model_len=limit,
+        depth=config.depth,
+        max_rows=config.max_rows,
+        one_kernel_class=first.one_kernel_class,
+        vocab_size=first.vocab_size,
+    )
+
+
+class Engine:
+    """Plans and applies steps for one engine epoch."""
+
+    def __init__(
+        self,
+        capacities: list[Capacity],
+        geometry: Geometry,
+        *,
+        group: Group,
+        registry: Registry,
+        waiting: WaitingQueue,
+        outbox: Outbox,
+        prefix_cache: bool,
+        max_unacked: int,
+    ) -> None:
+        self.geometry = geometry
+        self.group = group
+        self.memories = [RankMemory(capacity) for capacity in capacities]
+        self.residency = Residency(self.memories, geometry)
+        self.planner = Planner(
+            self.residency, waiting, prefix_cache=prefix_cache, max_unacked=max_unacked
+        )
+        self.packer = Packer(self.residency, group)
+        self.results = Results(self.residency, group, outbox, registry, geometry)
+
+    @property
+    def totals(self) -> tuple[int, int, int]:
+        """The least blocks of any rank, by class."""
+        by_rank = [[pool.total for pool in memory.pools] for memory in self.memories]
+        least = [min(column) for column in zip(*by_rank, strict=True)]
+        return (least[0], least[1], least[2])
+
+    def plan(self, now: int) -> list[SubmitStep] | None:
+        """The next step of every rank; None if nothing can run now."""
+        plan = self.planner.plan(now)
+        stuck = plan.empty and plan.starved and not self.group.unresolved and not self._fenced()
+        if stuck and self.planner.break_deadlock():
+            plan = self.planner.plan(now)
+        return None if plan.empty else self.packer.pack(plan, now)
+
+    def apply(self, step: StepRecord, result: StepResult, now: int) -> None:
+        """Apply one rank's result and complete the preemptions it allows."""
+        if result.status == StepStatus.SKIPPED:
+            self.results.discard(step, result.rank)
+            return
+        for request in self.results.apply(step, result, now):
+            self.planner.preempt(request)
+
+    def residents(self) -> list[Request]:
+        """All resident requests, oldest first."""
+        table = self.residency.table
+        found = [table.request_at(i) for i in table.resident().tolist()]
+        return sorted(found, key=lambda request: request.order)
+
+    def requests_in(self, step: StepRecord) -> list[Request]:
+        """Live requests with a row in a step."""
+        table = self.residency.table
+        return [
+            table.request_at(int(i))
+            for rank in step.ranks
+            for i, gen in zip(rank.index, rank.gen, strict=True)
+            if table.gen[i] == gen
+        ]
+
+    def take_counts(self) -> tuple[int, int, int]:
+        """Preemptions, output tokens and cached prompt tokens since the last call."""
+        planner, results = self.planner, self.results
+        counts = (planner.preemptions, results.output_tokens, planner.cached_tokens)
+        planner.preemptions = results.output_tokens = planner.cached_tokens = 0
+        return counts
+
+    def fill(self, stats: ReplicaStats, waiting_tokens: int) -> ReplicaStats:
+        """Add what only a loaded engine knows."""
+        table = self.residency.table
+        resident = table.resident()
+        uncomputed = table.target[resident] - table.confirmed_kv[resident]
+        inflight = sum(rank.num_tokens for step in self.group.unresolved for rank in step.ranks)
+        return msgspec.structs.replace(
+            stats,
+            max_model_len=self.geometry.max_model_len,
+            waiting_tokens=waiting_tokens + int(uncomputed[uncomputed > 0].sum()),
+            inflight_tokens=inflight,
+            free_blocks=self._sum("num_free"),
+            cached_blocks=self._sum("num_evictable"),
+            total_blocks=self._sum("total"),
+        )
+
+    def _sum(self, count: Literal["num_free", "num_evictable", "total"]) -> tuple[int, int, int]:
+        by_class = [
+            sum(int(getattr(memory.pools[pool], count)) for memory in self.memories)
+            for pool in Pool
+        ]
+        return (by_class[0], by_class[1], by_class[2])
+
+    def _fenced(self) -> bool:
+        """Blocks or slots are still on their way back."""
+        return any(
+            memory.num_fenced_slots or any(pool.num_fenced for pool in memory.pools)
+            for memory in self.memories
+        )

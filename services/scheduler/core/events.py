@@ -1,0 +1,142 @@
+"""What goes into the core and what comes out of it."""
+
+from dataclasses import dataclass, field
+
+from deepmesh.wire.messages import (
+    Abort,
+    Accepted,
+    Ack,
+    Attach,
+    Capacity,
+    Drain,
+    Failed,
+    Finished,
+    Generate,
+    GpuDone,
+    Load,
+    Progress,
+    Reset,
+    Shutdown,
+    StepKind,
+    StepResult,
+    StopAt,
+    SubmitStep,
+    TokenBatch,
+)
+
+Incoming = (
+    Generate
+    | Attach
+    | Ack
+    | StopAt
+    | Abort
+    | StepResult
+    | GpuDone
+    | Capacity
+    | Progress
+    | Drain
+    | Shutdown
+)
+Outgoing = Accepted | TokenBatch | Finished | Failed | Load | SubmitStep | Reset
+
+
+@dataclass(frozen=True, slots=True)
+class Mail:
+    """A message of a peer; `peer` is empty for those of the process itself (SIGTERM)."""
+
+    peer: str
+    message: Incoming
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerUp:
+    """The link to a tokenizer is up."""
+
+    peer: str
+    incarnation: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerDown:
+    """The link to a tokenizer is lost: its requests become orphans."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorUp:
+    """The link to the executor of `rank` is up; it must be told to load."""
+
+    peer: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorDown:
+    """The executor of `rank` is gone: nothing on its device can be trusted any more."""
+
+    peer: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """All mail so far is in: plan, and look at the timers."""
+
+
+Event = Mail | TokenizerUp | TokenizerDown | ExecutorUp | ExecutorDown | Tick
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Hand `message` to the link of `peer`."""
+
+    peer: str
+    message: Outgoing
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnded:
+    """A request ended for its client: what its trace and the log need. Times in ns, 0 if never."""
+
+    rid: bytes
+    traceparent: str
+    outcome: str  # stop, length, abort, or the error code's name
+    detail: str
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    preemptions: int
+    received_ns: int
+    admitted_ns: int
+    first_token_ns: int
+    ended_ns: int
+    first_step: int  # group steps that carried its rows
+    last_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnded:
+    """All ranks of a group step have answered, or the step was abandoned."""
+
+    group_step: int
+    kind: StepKind
+    num_rows: int
+    num_tokens: int
+    planned_ns: int
+    applied_ns: int
+    begin_ns: int = 0  # on the device of the rank that answered last
+    end_ns: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something an operator wants to read in the log."""
+
+    level: str  # info, warning, error
+    text: str
+    fields: dict[str, str | int | float] = field(default_factory=dict[str, str | int | float])
+
+
+Action = Send | RequestEnded | StepEnded | Note

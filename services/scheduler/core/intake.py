@@ -1,0 +1,265 @@
+"""What tokenizers ask: new requests, attaching, acknowledging, stopping, aborting."""
+
+import numpy as np
+
+from deepmesh.wire.messages import (
+    Abort,
+    Accepted,
+    Ack,
+    Attach,
+    ErrorCode,
+    Failed,
+    Finished,
+    FinishReason,
+    Generate,
+    StopAt,
+)
+from deepmesh.wire.packed import unpack_ids
+
+from .outbox import Outbox
+from .policy import Geometry, least_alone
+from .prefix_index import root_hash
+from .registry import Registry
+from .request import Ended, Request
+from .waiting import WaitingQueue
+
+CLASSES = ("global", "window", "state")
+
+
+class Refusal(Exception):
+    """A request that must not be queued; the text says what to do about it."""
+
+    def __init__(
+        self, code: ErrorCode, detail: str, param: str = "", retry_after_s: float = 0.0
+    ) -> None:
+        super().__init__(detail)
+        self.code, self.detail, self.param, self.retry_after_s = code, detail, param, retry_after_s
+
+
+class Intake:
+    """Answers tokenizers at once; never plans."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        waiting: WaitingQueue,
+        outbox: Outbox,
+        *,
+        replica: str,
+        max_waiting: int,
+    ) -> None:
+        self._registry = registry
+        self._waiting = waiting
+        self._outbox = outbox
+        self._replica = replica
+        self._max_waiting = max_waiting
+        self._next_rid = 1
+        self.geometry: Geometry | None = None  # known once an engine was loaded
+        self.totals: tuple[int, int, int] = (0, 0, 0)  # the least blocks of any rank, by class
+        self.fingerprint = ""
+        self.draining = False
+        self.prompt_tokens = 0
+
+    def generate(self, message: Generate, now: int) -> Request | None:
+        """Accept, refuse or recognise a request; the new one if it was queued."""
+        registry, rid = self._registry, message.rid
+        if rid in registry.live:
+            self._again(registry.live[rid], message, now)
+            return None
+        buried = registry.tombstones.get(rid)
+        if buried is not None and message.attempt <= buried[0]:
+            self._outbox.send(message.reply_to, Finished(rid, FinishReason.ABORT, 0))
+            return None
+        ended = registry.ended.get(rid)
+        if ended is not None and message.attempt <= ended.request.attempt:
+            self._replay_ended(ended, message.reply_to, 0, now)
+            return None
+        try:
+            request = self._check(message, now)
+        except Refusal as refusal:
+            registry.num_failed += 1
+            self._outbox.send(
+                message.reply_to,
+                Failed(
+                    rid,
+                    refusal.code,
+                    refusal.detail,
+                    refusal.param,
+                    refusal.retry_after_s,
+                ),
+            )
+            return None
+        registry.ended.pop(rid, None)
+        registry.live[rid] = request
+        self._waiting.add(request)
+        self._next_rid += 1
+        self.prompt_tokens += request.prompt_len
+        self._outbox.send(message.reply_to, Accepted(rid, message.attempt, self._replica))
+        self._end_if_complete(request, now)
+        return request
+
+    def attach(self, message: Attach, now: int) -> None:
+        """Move a request to another tokenizer and send it everything from `from_pos` on."""
+        request = self._registry.live.get(message.rid)
+        if request is not None:
+            self._rehome(request, message.reply_to, message.attempt)
+            self.replay(request, message.from_pos, now)
+            return
+        ended = self._registry.ended.get(message.rid)
+        if ended is not None:
+            ended.request.attempt = max(ended.request.attempt, message.attempt)
+            self._replay_ended(ended, message.reply_to, message.from_pos, now)
+            return
+        detail = "no such request here; send Generate with the confirmed tokens"
+        self._outbox.send(message.reply_to, Failed(message.rid, ErrorCode.UNKNOWN, detail))
+
+    def ack(self, message: Ack) -> None:
+        """Tokens that the client took, and ends that arrived."""
+        registry = self._registry
+        for row in message.rows:
+            request = registry.live.get(row.rid)
+            if request is not None:
+                request.acked = max(request.acked, row.pos)
+                if request.slot >= 0 and registry.residency is not None:
+                    acked = request.prompt_len + request.acked
+                    registry.residency.table.acked_len[request.slot] = acked
+            elif row.done:
+                registry.ended.pop(row.rid, None)
+
+    def stop_at(self, message: StopAt, now: int) -> None:
+        """A stop string was found: the output ends at `n_keep`, whatever is in flight."""
+        request = self._registry.live.get(message.rid)
+        if request is not None:
+            self._registry.finish(request, FinishReason.STOP, now, keep=max(0, message.n_keep))
+
+    def abort(self, message: Abort, now: int) -> None:
+        """End a request for its client at once; idempotent, also before its Generate."""
+        request = self._registry.live.get(message.rid)
+        if request is not None and message.attempt < request.attempt:
+            return  # a tokenizer that lost the request to another one
+        if message.rid not in self._registry.ended:
+            attempt = max(message.attempt, request.attempt if request else 0)
+            self._registry.bury(message.rid, attempt, now)
+        if request is not None:
+            self._registry.finish(request, FinishReason.ABORT, now)
+
+    def abandon(self, request: Request, now: int) -> None:
+        """Nobody came for an orphan."""
+        self._registry.bury(request.generate.rid, request.attempt, now)
+        self._registry.finish(request, FinishReason.ABORT, now)
+
+    def replay(self, request: Request, from_pos: int, now: int) -> None:
+        """Send a live request's confirmed output again from `from_pos` on."""
+        residency = self._registry.residency
+        length = self._registry.confirmed_len(request)
+        ids = request.ids
+        if request.slot >= 0 and residency is not None:
+            ids = residency.table.ids[request.slot]
+        self._outbox.replay(request, ids[:length], max(0, from_pos), now)
+
+    # ------------------------------------------------------------ parts
+
+    def _again(self, request: Request, message: Generate, now: int) -> None:
+        """The same request once more: acknowledged again, or taken over by a later attempt."""
+        accepted = Accepted(message.rid, message.attempt, self._replica)
+        if message.attempt > request.attempt or request.orphaned_ns:
+            self._rehome(request, message.reply_to, message.attempt)
+            self._outbox.send(message.reply_to, accepted)
+            self.replay(request, len(message.confirmed_ids) // 4, now)
+        elif message.attempt == request.attempt:
+            self._outbox.send(message.reply_to, accepted)
+
+    def _rehome(self, request: Request, reply_to: str, attempt: int) -> None:
+        request.reply_to = reply_to
+        request.attempt = max(request.attempt, attempt)
+        request.orphaned_ns = 0
+
+    def _replay_ended(self, ended: Ended, reply_to: str, from_pos: int, now: int) -> None:
+        ended.request.reply_to = reply_to
+        self._outbox.replay(ended.request, ended.request.ids, max(0, from_pos), now)
+        self._outbox.send(reply_to, ended.terminal)
+
+    def _end_if_complete(self, request: Request, now: int) -> None:
+        """A continuation may bring all the tokens there will be."""
+        output = len(request.ids) - request.prompt_len
+        if output > 0 and int(request.ids[-1]) in request.stop_ids:
+            self._registry.finish(request, FinishReason.STOP, now)
+        elif len(request.ids) >= request.max_len:
+            self._registry.finish(
+                request, FinishReason.LENGTH, now, keep=request.max_len - request.prompt_len
+            )
+
+    def _check(self, message: Generate, now: int) -> Request:
+        """A request record for a valid message.
+
+        Raises:
+            Refusal: with the field at fault.
+        """
+        if self.draining:
+            detail = "this replica is draining; send the request to another one"
+            raise Refusal(ErrorCode.OVERLOADED, detail, retry_after_s=1.0)
+        geometry = self.geometry
+        if geometry is None:
+            detail = "the model is still loading; try again"
+            raise Refusal(ErrorCode.OVERLOADED, detail, retry_after_s=1.0)
+        if len(self._waiting) >= self._max_waiting:
+            detail = f"{self._max_waiting} requests wait already; try again later"
+            raise Refusal(ErrorCode.OVERLOADED, detail, retry_after_s=self._retry_after())
+        if len(message.prompt_ids) % 4 or len(message.confirmed_ids) % 4:
+            raise Refusal(ErrorCode.INVALID, "token ids are not whole int32s", "prompt")
+        prompt, output = unpack_ids(message.prompt_ids), unpack_ids(message.confirmed_ids)
+        ids = np.concatenate([prompt, output]).astype(np.int32)
+        self._check_lengths(message, len(prompt), geometry)
+        if int(ids.min()) < 0 or int(ids.max()) >= geometry.vocab_size:
+            detail = f"token ids must lie in 0..{geometry.vocab_size - 1}"
+            raise Refusal(ErrorCode.INVALID, detail, "prompt")
+        stop_ids = frozenset(unpack_ids(message.stop_ids).tolist())
+        if any(not 0 <= token < geometry.vocab_size for token in stop_ids):
+            detail = f"stop token ids must lie in 0..{geometry.vocab_size - 1}"
+            raise Refusal(ErrorCode.INVALID, detail, "stop_token_ids")
+        return Request(
+            rid=self._next_rid,
+            generate=message,
+            stop_ids=stop_ids,
+            max_len=message.prompt_len + message.max_tokens,
+            root=root_hash(message.salt, self.fingerprint),
+            received_ns=now,
+            ids=ids,
+            reply_to=message.reply_to,
+            attempt=message.attempt,
+            progress_ns=now,
+            acked=len(ids) - message.prompt_len,
+            logprobs_from=len(ids) - message.prompt_len,
+        )
+
+    def _check_lengths(self, message: Generate, num_ids: int, geometry: Geometry) -> None:
+        limit, prompt_len = geometry.max_model_len, message.prompt_len
+        if not 1 <= prompt_len <= num_ids:
+            detail = f"the prompt length {prompt_len} does not fit its {num_ids} token ids"
+            raise Refusal(ErrorCode.INVALID, detail, "prompt")
+        if prompt_len >= limit:
+            detail = (
+                f"the prompt has {prompt_len} tokens; the context holds {limit}, "
+                "one of them for the output: shorten the prompt"
+            )
+            raise Refusal(ErrorCode.TOO_LONG, detail, "prompt")
+        if message.max_tokens < 1:
+            raise Refusal(ErrorCode.INVALID, "max_tokens must be at least 1", "max_tokens")
+        if prompt_len + message.max_tokens > limit:
+            detail = (
+                f"max_tokens is {message.max_tokens}, but behind {prompt_len} prompt tokens "
+                f"the context of {limit} has room for {limit - prompt_len}"
+            )
+            raise Refusal(ErrorCode.INVALID, detail, "max_tokens")
+        need = least_alone(geometry, prompt_len + message.max_tokens)
+        for name, blocks, total in zip(CLASSES, need, self.totals, strict=True):
+            if blocks > total:
+                detail = (
+                    f"prompt and max_tokens need {blocks} {name} KV blocks, the pool has "
+                    f"{total}: shorten the prompt or lower max_tokens"
+                )
+                raise Refusal(ErrorCode.TOO_LONG, detail, "max_tokens")
+
+    def _retry_after(self) -> float:
+        """A guess that grows with the queue; the true wait depends on output lengths."""
+        return float(min(30.0, 1.0 + len(self._waiting) / 512))

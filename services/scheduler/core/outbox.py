@@ -1,0 +1,128 @@
+"""What goes to the tokenizers: tokens by absolute position, one terminal message per request."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepmesh.wire.messages import ErrorCode, Failed, Finished, FinishReason, TokenBatch, TokenRow
+
+from .events import Action, Note, Outgoing, RequestEnded, Send
+from .group import group_step_of
+from .request import Request
+
+Terminal = Finished | Failed
+
+
+class Outbox:
+    """Collects the actions of one event. Token rows of a tokenizer go out as one batch."""
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+        self._rows: dict[str, list[TokenRow]] = {}
+
+    def send(self, peer: str, message: Outgoing) -> None:
+        """One message, behind everything collected before it."""
+        self.actions.append(Send(peer, message))
+
+    def note(self, level: str, text: str, **fields: str | int | float) -> None:
+        """A line for the log."""
+        self.actions.append(Note(level, text, fields))
+
+    def add_row(self, peer: str, row: TokenRow) -> None:
+        """Tokens of one request; they leave with the batch of their tokenizer."""
+        rows = self._rows.get(peer)
+        if rows is None:
+            self._rows[peer] = [row]
+        else:
+            rows.append(row)
+
+    def flush_rows(self, step_id: int, now: int) -> None:
+        """Close the batches of this step."""
+        for peer, rows in self._rows.items():
+            self.actions.append(Send(peer, TokenBatch(group_step_of(step_id), now, rows)))
+        self._rows = {}
+
+    def replay(
+        self,
+        request: Request,
+        ids: NDArray[np.int32],
+        from_pos: int,
+        now: int,
+    ) -> None:
+        """Send the confirmed output tokens from `from_pos` on again, logprobs included."""
+        output = ids[request.prompt_len + from_pos :]
+        if len(output) == 0:
+            return
+        row = TokenRow(
+            rid=request.generate.rid,
+            pos=from_pos,
+            ids=output.astype("<i4").tobytes(),
+            cached_tokens=max(0, request.cached_tokens) if from_pos == 0 else 0,
+        )
+        skip = from_pos - request.logprobs_from
+        if request.logprobs and skip >= 0:
+            wide = 4 * max(0, request.generate.n_logprobs)
+            row = TokenRow(
+                rid=row.rid,
+                pos=row.pos,
+                ids=row.ids,
+                logprobs=bytes(request.logprobs[4 * skip :]),
+                top_ids=bytes(request.top_ids[wide * skip :]),
+                top_logprobs=bytes(request.top_logprobs[wide * skip :]),
+                cached_tokens=row.cached_tokens,
+            )
+        self.send(request.reply_to, TokenBatch(0, now, [row]))
+
+    def ended(self, request: Request, terminal: Terminal, now: int) -> None:
+        """The terminal message and what trace and log need of the request."""
+        self.send(request.reply_to, terminal)
+        if isinstance(terminal, Finished):
+            outcome, detail = terminal.reason.name.lower(), ""
+        else:
+            outcome, detail = terminal.code.name, terminal.detail
+        self.actions.append(
+            RequestEnded(
+                rid=request.generate.rid,
+                traceparent=request.generate.traceparent,
+                outcome=outcome,
+                detail=detail,
+                prompt_tokens=request.prompt_len,
+                cached_tokens=max(0, request.cached_tokens),
+                output_tokens=terminal.final_pos,
+                preemptions=request.preemptions,
+                received_ns=request.received_ns,
+                admitted_ns=request.admitted_ns,
+                first_token_ns=request.first_token_ns,
+                ended_ns=now,
+                first_step=request.first_step,
+                last_step=request.last_step,
+            )
+        )
+
+    def take(self) -> list[Action]:
+        """All actions since the last call."""
+        actions, self.actions = self.actions, []
+        return actions
+
+
+def finished(request: Request, reason: FinishReason, final_pos: int) -> Finished:
+    """The good end of a request."""
+    return Finished(
+        rid=request.generate.rid,
+        reason=reason,
+        final_pos=final_pos,
+        prompt_tokens=request.prompt_len,
+        cached_tokens=max(0, request.cached_tokens),
+    )
+
+
+def failed(
+    request: Request, code: ErrorCode, detail: str, *, final_pos: int, retry_after_s: float = 0.0
+) -> Failed:
+    """The bad end of a request that had been accepted."""
+    return Failed(
+        rid=request.generate.rid,
+        code=code,
+        detail=detail,
+        retry_after_s=retry_after_s,
+        final_pos=final_pos,
+    )

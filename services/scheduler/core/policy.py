@@ -1,0 +1,100 @@
+"""Sizes and choices as pure functions: one width function, one victim order, one room check."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Sizes that the executors declared and the config bounded; the same on all ranks."""
+
+    block_size: int
+    chunk_align: int
+    chunk_tokens: int  # whole multiples of chunk_align
+    step_tokens: int
+    window: int
+    max_model_len: int
+    depth: int
+    max_rows: int
+    decode_width: int = 1  # 1 + draft tokens
+    draft_reach: int = 0  # L: positions that draft layers may write beyond H
+    one_kernel_class: bool = True
+    vocab_size: int = 1 << 30
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that cover positions below `tokens`."""
+        return -(-tokens // self.block_size)
+
+    def window_span(self, rows: int) -> int:
+        """Most blocks that any run of `rows` positions can touch."""
+        return (rows + self.block_size - 2) // self.block_size + 1 if rows > 0 else 0
+
+
+def chunk_end(
+    start: int,
+    target: int,
+    *,
+    geometry: Geometry,
+    budget: int,
+    points: Iterable[int] = (),
+) -> int:
+    """Where the prefill chunk from `start` ends; `start` itself if none fits the budget.
+
+    A chunk ends on the grid or at the target, and at every point whose state is to be kept. The
+    budget packs whole grid chunks and never cuts one, so that hit and miss run the same shapes.
+    """
+    limit = start + min(geometry.chunk_tokens, budget)
+    end = target if target <= limit else limit // geometry.chunk_align * geometry.chunk_align
+    for point in points:
+        if start < point < end:
+            end = point
+    return max(end, start)
+
+
+def points_to_keep(
+    *, prompt_len: int, target: int, resumed: int, matched: int, geometry: Geometry
+) -> list[int]:
+    """Grid points of a prefill whose state is kept, ascending.
+
+    The end of the prompt; the end of a recomputed output; and the end of a prefix that somebody
+    else shares, which shows by global blocks that match beyond the last resumable point.
+    """
+    align = geometry.chunk_align
+    ends = {(prompt_len - 1) // align * align, matched // align * align}
+    if geometry.one_kernel_class:
+        ends.add((target - 1) // align * align)
+    return sorted(end for end in ends if resumed < end < target)
+
+
+def least_alone(geometry: Geometry, max_len: int) -> tuple[int, int, int]:
+    """Blocks by class without which a request cannot finish even if it has the rank to itself."""
+    reach = min(max_len + geometry.draft_reach, geometry.max_model_len + geometry.draft_reach)
+    chunk = min(geometry.chunk_align, max_len)
+    rows = geometry.window + max(chunk, geometry.decode_width + geometry.draft_reach)
+    window = min(geometry.window_span(rows), geometry.blocks_for(reach))
+    return geometry.blocks_for(reach), window, 1
+
+
+def choose_victims(
+    candidates: Sequence[Request], gains: Sequence[int], inflight: NDArray[np.int64], need: int
+) -> list[Request]:
+    """As few requests as give `need` blocks: least important and newest first, settled ones first
+    among equals; those in `candidates` may all be preempted."""
+    order = sorted(
+        range(len(candidates)),
+        key=lambda i: (candidates[i].order, -int(inflight[i])),
+        reverse=True,
+    )
+    victims: list[Request] = []
+    for i in order:
+        if need <= 0:
+            break
+        if gains[i] > 0:
+            victims.append(candidates[i])
+            need -= gains[i]
+    return victims

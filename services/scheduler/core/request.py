@@ -1,0 +1,133 @@
+"""A request: what stays true for its whole life, and the columns that move while it is resident."""
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepmesh.wire.messages import Failed, Finished, Generate
+
+
+class Phase(IntEnum):
+    """Phase of a resident request."""
+
+    NONE = 0  # the slot holds no request
+    PREFILL = 1
+    DECODE = 2
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One live request. While it is resident, the table's columns are ahead of `ids`."""
+
+    rid: int  # the core's own number, never reused
+    generate: Generate
+    stop_ids: frozenset[int]
+    max_len: int  # prompt and output tokens at which it ends
+    root: bytes  # root of its hash chain
+    received_ns: int
+    ids: NDArray[np.int32]  # confirmed tokens when it is not resident
+    reply_to: str
+    attempt: int
+    slot: int = -1  # index into the table; -1: not resident
+    epoch: int = 0
+    points: list[int] = field(default_factory=list[int])  # grid points to keep in this prefill
+    chain: list[bytes] = field(default_factory=list[bytes])
+    output_point: bytes = b""  # key of its last point in the output
+    deferred_state: int = -1  # state block of a hit's point, pinned until the copy is submitted
+    cached_tokens: int = -1  # prompt tokens from the prefix cache at its first admission
+    preemptions: int = 0
+    settled_len: int = 0  # preemptible again from this length on
+    suspect: int = 0  # device faults while it was in the step, since its last progress
+    suspect_len: int = 0  # confirmed tokens at the last of them
+    acked: int = 0  # output tokens that the client took
+    orphaned_ns: int = 0
+    progress_ns: int = 0
+    admitted_ns: int = 0
+    first_token_ns: int = 0
+    first_step: int = 0
+    last_step: int = 0
+    logprobs: bytearray = field(default_factory=bytearray)
+    top_ids: bytearray = field(default_factory=bytearray)
+    top_logprobs: bytearray = field(default_factory=bytearray)
+    logprobs_from: int = 0  # output index of the first logprob known
+
+    @property
+    def prompt_len(self) -> int:
+        """P: prompt tokens of the user."""
+        return self.generate.prompt_len
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Oldest and most important first."""
+        return (-self.generate.priority, self.rid)
+
+
+@dataclass(slots=True, eq=False)
+class Ended:
+    """What is kept after the end until the tokenizer has it all."""
+
+    request: Request  # `ids` holds the confirmed tokens
+    terminal: Finished | Failed
+    ended_ns: int
+
+
+@dataclass(slots=True)
+class Zombie:
+    """A request that left while rows of it were unresolved."""
+
+    rid: int
+    epoch: int
+    rows: int
+
+
+class RequestTable:
+    """Columns of all resident requests, indexed by rank * slots + slot.
+
+    Preallocated; pages of `ids` and the block tables are touched by the system only when used.
+    """
+
+    def __init__(self, *, ranks: int, slots: int, max_len: int, block_size: int) -> None:
+        size, self.slots = ranks * slots, slots
+        blocks = -(-max_len // block_size) + 1
+        self.requests: list[Request | None] = [None] * size
+        self.rid = np.zeros(size, np.uint64)
+        self.epoch = np.zeros(size, np.uint32)
+        self.gen = np.zeros(size, np.uint32)
+        self.phase = np.zeros(size, np.uint8)
+        self.leaving = np.zeros(size, np.bool_)  # PREEMPT_PENDING: no new rows
+        self.prompt_len = np.zeros(size, np.int64)  # P
+        self.target = np.zeros(size, np.int64)  # T
+        self.confirmed = np.zeros(size, np.int64)  # K
+        self.confirmed_kv = np.zeros(size, np.int64)  # C
+        self.inflight_q = np.zeros(size, np.int64)
+        self.inflight_min = np.zeros(size, np.int64)  # what C is sure to gain if all rows live
+        self.inflight_rows = np.zeros(size, np.int64)
+        self.inflight_tokens = np.zeros(size, np.int64)  # output tokens that F is sure to bring
+        self.max_len = np.zeros(size, np.int64)
+        self.acked_len = np.zeros(size, np.int64)  # P + acknowledged output tokens
+        self.progress_ns = np.zeros(size, np.int64)
+        self.producer = np.zeros(size, np.int64)  # step of the latest row, this epoch
+        self.num_logprobs = np.full(size, -1, np.int64)
+        self.grammar = np.zeros(size, np.uint8)
+        self.num_global = np.zeros(size, np.int64)
+        self.sent_global = np.zeros(size, np.int64)
+        self.window_start = np.zeros(size, np.int64)  # logical indices of held window blocks
+        self.window_end = np.zeros(size, np.int64)
+        self.sent_window = np.zeros(size, np.int64)
+        self.state = np.full(size, -1, np.int64)
+        self.needs_init = np.zeros(size, np.bool_)
+        self.ids = np.empty((size, max_len + 1), np.int32)
+        self.global_blocks = np.empty((size, blocks), np.int32)
+        self.window_blocks = np.empty((size, blocks), np.int32)
+
+    def resident(self) -> NDArray[np.intp]:
+        """Indices of all slots that hold a request."""
+        return np.flatnonzero(self.phase)
+
+    def request_at(self, index: int) -> Request:
+        """The request in a slot that is known to hold one."""
+        request = self.requests[index]
+        assert request is not None, f"slot {index} is empty"
+        return request

@@ -1,0 +1,227 @@
+"""Who is resident: requests enter and leave slots, and their block tables grow and shrink."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepmesh.wire.messages import Pool
+
+from .group import group_step_of
+from .leases import RankMemory
+from .policy import Geometry, points_to_keep
+from .prefix_index import Hit, Point, extend_chain
+from .request import Phase, Request, RequestTable, Zombie
+
+
+class Residency:
+    """Owns the request table and every rank's memory; the one place where leases begin and end."""
+
+    def __init__(self, memories: list[RankMemory], geometry: Geometry) -> None:
+        self.memories = memories
+        self.geometry = geometry
+        self.slots = max(memory.num_slots for memory in memories)
+        self.table = RequestTable(
+            ranks=len(memories),
+            slots=self.slots,
+            max_len=geometry.max_model_len,
+            block_size=geometry.block_size,
+        )
+        self.zombies: dict[tuple[int, int], Zombie] = {}
+        self.closes: list[list[tuple[int, int]]] = [[] for _ in memories]  # (slot, gen), unsent
+        self.cancels: list[list[tuple[int, int, int]]] = [[] for _ in memories]
+
+    def num_resident(self, rank: int) -> int:
+        """Requests in slots of a rank."""
+        first = rank * self.slots
+        return int(np.count_nonzero(self.table.phase[first : first + self.slots]))
+
+    def enter(self, request: Request, rank: int, hit: Hit) -> bool:
+        """Give a request a slot, its blocks up to T and the shared prefix; False: no room now."""
+        memory, table = self.memories[rank], self.table
+        target = len(request.ids)
+        pinned = self._pin(memory, hit)
+        own = memory.take(Pool.GLOBAL, self.geometry.blocks_for(target) - len(hit.global_blocks))
+        state = memory.take(Pool.STATE, 1)
+        slot = memory.take_slot()
+        if own is None or state is None or slot is None:
+            for pool, blocks in ((Pool.GLOBAL, own), (Pool.STATE, state)):
+                self._release(memory, pool, blocks or [], 0)
+            if slot is not None:
+                memory.release_slot(slot, 0)
+            for pool, blocks in pinned:
+                self._release(memory, pool, blocks, 0)
+            return False
+        index = rank * self.slots + slot
+        request.slot = index
+        request.deferred_state = hit.point.state_block if hit.point else -1
+        request.points = self._points(request, hit)
+        self._write_columns(request, index, hit, [*hit.global_blocks, *own], state[0])
+        if hit.point is not None:
+            start, blocks = hit.point.window_start, hit.point.window_blocks
+            table.window_start[index] = start
+            table.window_end[index] = start + len(blocks)
+            table.window_blocks[index, start : start + len(blocks)] = blocks
+        return True
+
+    def leave(self, request: Request) -> None:
+        """Take a request out of its slot; its blocks and slot stay fenced by its last step."""
+        index, table = request.slot, self.table
+        rank, slot = divmod(index, self.slots)
+        memory = self.memories[rank]
+        fence = int(table.producer[index])
+        request.ids = table.ids[index, : table.confirmed[index]].copy()
+        request.last_step = group_step_of(fence) or request.last_step
+        request.progress_ns = int(table.progress_ns[index])
+        held = table.global_blocks[index, : table.num_global[index]]
+        self._release(memory, Pool.GLOBAL, held[::-1].tolist(), fence)
+        start, end = int(table.window_start[index]), int(table.window_end[index])
+        windows = table.window_blocks[index, start:end]
+        self._release(memory, Pool.WINDOW, windows[::-1].tolist(), fence)
+        self._release(memory, Pool.STATE, [int(table.state[index])], fence)
+        if request.deferred_state >= 0:
+            self._release(memory, Pool.STATE, [request.deferred_state], 0)
+            request.deferred_state = -1
+        memory.release_slot(slot, fence)
+        if not table.needs_init[index]:
+            self.closes[rank].append((slot, int(table.gen[index])))
+        if table.inflight_rows[index] > 0:
+            key = (request.rid, request.epoch)
+            self.zombies[key] = Zombie(*key, rows=int(table.inflight_rows[index]))
+            self.cancels[rank].append((request.rid, request.epoch, slot))
+        table.phase[index] = Phase.NONE
+        table.gen[index] += 1
+        table.requests[index] = None
+        request.slot = -1
+        request.epoch += 1
+
+    def grow_global(self, index: int, tokens: int) -> bool:
+        """Lease global blocks so that positions below `tokens` are covered."""
+        table = self.table
+        have, need = int(table.num_global[index]), self.geometry.blocks_for(tokens)
+        if need <= have:
+            return True
+        blocks = self.memories[index // self.slots].take(Pool.GLOBAL, need - have)
+        if blocks is None:
+            return False
+        table.global_blocks[index, have:need] = blocks
+        table.num_global[index] = need
+        return True
+
+    def grow_window(self, index: int, tokens: int) -> bool:
+        """Lease window blocks so that rows below `tokens` are covered."""
+        table = self.table
+        have, need = int(table.window_end[index]), self.geometry.blocks_for(tokens)
+        if need <= have:
+            return True
+        blocks = self.memories[index // self.slots].take(Pool.WINDOW, need - have)
+        if blocks is None:
+            return False
+        table.window_blocks[index, have:need] = blocks
+        table.window_end[index] = need
+        return True
+
+    def prune_windows(self, indices: NDArray[np.intp]) -> None:
+        """Release window blocks below C - W. Never H: a step in flight may start at C."""
+        table, size = self.table, self.geometry.block_size
+        first = (table.confirmed_kv[indices] - self.geometry.window) // size
+        stale = first > table.window_start[indices]
+        index: int
+        keep: int
+        for index, keep in zip(indices[stale].tolist(), first[stale].tolist(), strict=True):
+            start = int(table.window_start[index])
+            blocks = table.window_blocks[index, start:keep].tolist()
+            memory = self.memories[index // self.slots]
+            self._release(memory, Pool.WINDOW, blocks, int(table.producer[index]))
+            table.window_start[index] = keep
+
+    def keep_point(self, request: Request, position: int, state_block: int, fence: int) -> None:
+        """Publish the resumable point that a step left at C, and end the lease on its state."""
+        index, table = request.slot, self.table
+        memory = self.memories[index // self.slots]
+        assert position <= table.confirmed_kv[index], "a point above C"
+        count = position // self.geometry.block_size
+        ids = table.ids[index, : table.confirmed[index]]
+        extend_chain(request.chain, request.root, ids, self.geometry.block_size, position)
+        start = max(0, position - self.geometry.window) // self.geometry.block_size
+        windows = table.window_blocks[index, start:count].tolist()
+        key = request.chain[count - 1]
+        point = Point(key, position, start, tuple(windows), state_block)
+        blocks = table.global_blocks[index, :count]
+        if memory.index.publish(request.chain[:count], blocks, point):
+            self._supersede(memory, request, point)
+        self._release(memory, Pool.STATE, [state_block], fence)
+
+    def release_capture(self, rank: int, state_block: int, fence: int) -> None:
+        """A point did not come about: its state block goes back."""
+        self._release(self.memories[rank], Pool.STATE, [state_block], fence)
+
+    def settle_zombie(self, rid: int, epoch: int) -> None:
+        """One unresolved row of a request that left has been resolved."""
+        zombie = self.zombies[rid, epoch]
+        zombie.rows -= 1
+        if zombie.rows == 0:
+            del self.zombies[rid, epoch]
+
+    def _supersede(self, memory: RankMemory, request: Request, point: Point) -> None:
+        """Of the points in a request's output only the last is worth its blocks."""
+        if point.position <= request.prompt_len:
+            return
+        old = memory.index.points.get(request.output_point)
+        if old is not None and memory.states.held[old.state_block] == 0:
+            memory.index.drop_point(old.key)
+        request.output_point = point.key
+
+    def _points(self, request: Request, hit: Hit) -> list[int]:
+        return points_to_keep(
+            prompt_len=request.prompt_len,
+            target=len(request.ids),
+            resumed=hit.position,
+            matched=hit.matched,
+            geometry=self.geometry,
+        )
+
+    def _pin(self, memory: RankMemory, hit: Hit) -> list[tuple[Pool, list[int]]]:
+        """Hold a hit's blocks in the event that looked it up."""
+        if hit.point is None:
+            return []
+        pins = [
+            (Pool.GLOBAL, list(reversed(hit.global_blocks))),
+            (Pool.WINDOW, list(reversed(hit.point.window_blocks))),
+            (Pool.STATE, [hit.point.state_block]),
+        ]
+        for pool, blocks in pins:
+            for block in blocks:
+                memory.pools[pool].share(block)
+        return pins
+
+    def _release(self, memory: RankMemory, pool: Pool, blocks: list[int], fence: int) -> None:
+        for block in blocks:
+            memory.pools[pool].release(block, fence)
+
+    def _write_columns(
+        self, request: Request, index: int, hit: Hit, blocks: list[int], state: int
+    ) -> None:
+        table, target = self.table, len(request.ids)
+        table.requests[index] = request
+        table.rid[index] = request.rid
+        table.epoch[index] = request.epoch
+        table.phase[index] = Phase.PREFILL
+        table.leaving[index] = False
+        table.prompt_len[index] = request.prompt_len
+        table.target[index] = target
+        table.confirmed[index] = target
+        table.confirmed_kv[index] = hit.position
+        table.inflight_q[index] = table.inflight_min[index] = 0
+        table.inflight_rows[index] = table.inflight_tokens[index] = 0
+        table.max_len[index] = request.max_len
+        table.acked_len[index] = request.prompt_len + request.acked
+        table.progress_ns[index] = request.progress_ns
+        table.producer[index] = 0
+        table.num_logprobs[index] = request.generate.n_logprobs
+        table.grammar[index] = request.generate.grammar is not None
+        table.num_global[index] = len(blocks)
+        table.global_blocks[index, : len(blocks)] = blocks
+        table.sent_global[index] = table.sent_window[index] = 0
+        table.window_start[index] = table.window_end[index] = 0
+        table.state[index] = state
+        table.needs_init[index] = True
+        table.ids[index, :target] = request.ids

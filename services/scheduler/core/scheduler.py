@@ -1,0 +1,420 @@
+"""The scheduler core: one event in, actions out. No I/O, no clock, no threads."""
+
+from deepmesh.config import SchedulerConfig
+from deepmesh.wire.messages import (
+    Abort,
+    Ack,
+    Attach,
+    Capacity,
+    Drain,
+    ErrorCode,
+    Generate,
+    GpuDone,
+    Load,
+    Progress,
+    ReplicaStats,
+    Reset,
+    Shutdown,
+    StepResult,
+    StepStatus,
+    StopAt,
+)
+
+from .audit import audit
+from .engine import Engine, geometry_of
+from .events import (
+    Action,
+    Event,
+    ExecutorDown,
+    ExecutorUp,
+    Incoming,
+    Mail,
+    StepEnded,
+    Tick,
+    TokenizerDown,
+    TokenizerUp,
+)
+from .group import Group, StepRecord, group_step_of
+from .intake import Intake
+from .outbox import Outbox
+from .registry import Registry
+from .request import Request
+from .results import ProtocolError
+from .waiting import WaitingQueue
+
+TIMER_NS = 250_000_000
+MAX_SUSPECT = 2  # device faults while a request was in the step
+
+
+class Scheduler:
+    """Plans all ranks of one EP group. `handle` is its whole interface."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        name: str,
+        model: str,
+        served_model: str = "",
+        numerics: str = "bf16",
+        ranks: int = 1,
+        first_epoch: int = 1,
+        max_unacked: int = 2048,
+    ) -> None:
+        self.config = config
+        self.name = name
+        self.group = Group(ranks=ranks, first_epoch=first_epoch)
+        self.outbox = Outbox()
+        self.waiting = WaitingQueue()
+        self.registry = Registry(self.waiting, self.outbox)
+        self.intake = Intake(
+            self.registry,
+            self.waiting,
+            self.outbox,
+            replica=name,
+            max_waiting=config.max_waiting,
+        )
+        self.engine: Engine | None = None
+        self.last_event = ""
+        self._model, self._numerics = model, numerics
+        self._served_model = served_model
+        self._max_unacked = max_unacked
+        self._incarnations: dict[str, bytes] = {}
+        self._drain_deadline_ns = 0
+        self._next_timer_ns = 0
+        self._preemptions = self._output_tokens = self._cached_tokens = 0
+
+    # ------------------------------------------------------------ the interface
+
+    def handle(self, event: Event, now: int) -> list[Action]:
+        """Take one event at `now` (ns of the wall clock) and say what to do about it."""
+        match event:
+            case Tick():
+                self._timers(now)
+                self._plan(now)
+            case Mail(peer, message):
+                self._mail(peer, message, now)
+            case TokenizerUp(peer, incarnation):
+                self._tokenizer_up(peer, incarnation, now)
+            case TokenizerDown(peer):
+                for request in self.registry.live.values():
+                    if request.reply_to == peer and not request.orphaned_ns:
+                        request.orphaned_ns = now
+            case ExecutorUp(peer, rank):
+                self._executor_up(peer, rank)
+            case ExecutorDown(_, rank):
+                self._executor_down(rank, now)
+        if self.config.audit:
+            audit(self)
+        return self.outbox.take()
+
+    @property
+    def drained(self) -> bool:
+        """Nothing is left to do, and nothing new is taken."""
+        return self.intake.draining and not self.registry.live
+
+    def idle_for(self) -> float:
+        """Seconds until a timer may be due."""
+        busy = self.registry.live or self.registry.tombstones or self.registry.ended
+        return 0.25 if busy or self._drain_deadline_ns else 1.0
+
+    def stats(self) -> ReplicaStats:
+        """The state of the replica, for heartbeats."""
+        engine, registry = self.engine, self.registry
+        residents = len(registry.live) - len(self.waiting)
+        stats = ReplicaStats(
+            name=self.name,
+            ready=self.group.ready and not self.intake.draining,
+            model=self._served_model,
+            fingerprint=self.intake.fingerprint,
+            waiting=len(self.waiting),
+            running=residents,
+            preemptions=self._preemptions,
+            prompt_tokens=self.intake.prompt_tokens,
+            cached_prompt_tokens=self._cached_tokens,
+            output_tokens=self._output_tokens,
+            steps=self.group.group_step,
+            finished=registry.num_finished,
+            failed=registry.num_failed,
+            draining=self.intake.draining,
+        )
+        return stats if engine is None else engine.fill(stats, self.waiting.num_tokens)
+
+    # ------------------------------------------------------------ mail
+
+    def _mail(self, peer: str, message: Incoming, now: int) -> None:
+        match message:
+            case StepResult():
+                self._step_result(message, now)
+            case GpuDone():
+                if message.engine_epoch == self.group.engine_epoch:
+                    self._advance(message.rank, message.gpu_done)
+            case Generate():
+                self._generate(message, now)
+            case Ack():
+                self.intake.ack(message)
+            case Attach():
+                self.intake.attach(message, now)
+            case StopAt():
+                self.intake.stop_at(message, now)
+            case Abort():
+                self.intake.abort(message, now)
+            case Capacity():
+                self._capacity(message, now)
+            case Progress():
+                self.outbox.note(
+                    "debug",
+                    "loading",
+                    peer=peer,
+                    stage=message.stage,
+                    done=message.done,
+                    total=message.total,
+                )
+            case Drain():
+                self._drain(now + int(message.deadline_s * 1e9))
+            case Shutdown():
+                self._drain(now)
+                self._timers(now)
+
+    def _generate(self, message: Generate, now: int) -> None:
+        request = self.intake.generate(message, now)
+        if request is not None and self.engine is not None:
+            self.engine.results.watch(request.stop_ids)
+
+    def _tokenizer_up(self, peer: str, incarnation: bytes, now: int) -> None:
+        """A link that came back to the same process gets what it may have missed."""
+        known = self._incarnations.get(peer)
+        self._incarnations[peer] = incarnation
+        if known != incarnation:
+            return
+        for request in self.registry.live.values():
+            if request.reply_to == peer and request.orphaned_ns:
+                request.orphaned_ns = 0
+                self.intake.replay(request, request.acked, now)
+        for ended in self.registry.ended.values():
+            if ended.request.reply_to == peer:
+                self.outbox.replay(ended.request, ended.request.ids, ended.request.acked, now)
+                self.outbox.send(peer, ended.terminal)
+
+    # ------------------------------------------------------------ engine
+
+    def _executor_up(self, peer: str, rank: int) -> None:
+        if rank >= self.group.ranks:
+            self.outbox.note("error", "executor of an unknown rank", peer=peer, rank=rank)
+            return
+        self.group.peers[rank] = peer
+        self.group.loaded.discard(rank)
+        self.group.told[rank] = self.group.engine_epoch
+        self.outbox.send(
+            peer,
+            Load(
+                engine_epoch=self.group.engine_epoch,
+                rank=rank,
+                ranks=self.group.ranks,
+                model=self._model,
+                numerics=self._numerics,
+            ),
+        )
+
+    def _executor_down(self, rank: int, now: int) -> None:
+        self.group.peers.pop(rank, None)
+        self.group.loaded.discard(rank)
+        if self.engine is not None:
+            self._restart_engine(now, f"executor of rank {rank} is lost", faulty=None)
+
+    def _capacity(self, message: Capacity, now: int) -> None:
+        group = self.group
+        if message.rank not in group.peers:
+            return
+        group.capacities[message.rank] = message
+        group.loaded.add(message.rank)
+        self.outbox.note(
+            "info",
+            "executor loaded",
+            rank=message.rank,
+            global_blocks=message.num_global_blocks,
+            window_blocks=message.num_window_blocks,
+            state_blocks=message.num_state_blocks,
+        )
+        if group.ready and self.engine is None:
+            self._start_engine()
+
+    def _start_engine(self) -> None:
+        """All ranks are loaded: fresh pools, and every request starts from its confirmed tokens."""
+        capacities = [self.group.capacities[rank] for rank in range(self.group.ranks)]
+        geometry = geometry_of(self.config, capacities)
+        self.engine = Engine(
+            capacities,
+            geometry,
+            group=self.group,
+            registry=self.registry,
+            waiting=self.waiting,
+            outbox=self.outbox,
+            prefix_cache=self.config.prefix_cache,
+            max_unacked=self._max_unacked,
+        )
+        self.registry.residency = self.engine.residency
+        self.intake.geometry = geometry
+        self.intake.totals = self.engine.totals
+        self.intake.fingerprint = capacities[0].fingerprint
+        for rank, peer in sorted(self.group.peers.items()):
+            if self.group.told[rank] != self.group.engine_epoch:
+                self._reset(rank, peer)  # it loaded while the epoch moved on
+        for request in self.registry.live.values():
+            self.engine.results.watch(request.stop_ids)
+
+    def _restart_engine(self, now: int, reason: str, faulty: StepRecord | None) -> None:
+        """A new engine epoch: in-flight steps are void, KV too; requests requeue from K."""
+        engine, group = self.engine, self.group
+        assert engine is not None
+        suspects = engine.requests_in(faulty) if faulty is not None else []
+        steps = group.abandon()
+        residents = engine.residents()
+        self._count(engine)
+        for request in residents:
+            engine.residency.leave(request)
+            self.waiting.add(request)
+        self.engine = self.registry.residency = None
+        self.outbox.note(
+            "warning",
+            "engine restart",
+            reason=reason,
+            requeued=len(residents),
+            epoch=group.engine_epoch,
+        )
+        for step in steps:
+            self._step_ended(step, now, error=reason)
+        for request in suspects:
+            self._suspect(request, reason, now)
+        for rank, peer in sorted(group.peers.items()):
+            if rank in group.loaded:
+                self._reset(rank, peer)
+        if group.ready:
+            self._start_engine()
+
+    def _reset(self, rank: int, peer: str) -> None:
+        self.group.told[rank] = self.group.engine_epoch
+        self.outbox.send(peer, Reset(self.group.engine_epoch))
+
+    def _suspect(self, request: Request, reason: str, now: int) -> None:
+        """A device fault while the request was in the step; twice without progress ends it."""
+        if len(request.ids) > request.suspect_len:
+            request.suspect = 0
+        request.suspect += 1
+        request.suspect_len = len(request.ids)
+        if request.suspect >= MAX_SUSPECT:
+            detail = f"the device failed {MAX_SUSPECT} times while it computed this request: "
+            self.registry.fail(request, ErrorCode.ENGINE_ERROR, detail + reason, now)
+
+    # ------------------------------------------------------------ steps
+
+    def _plan(self, now: int) -> None:
+        """Submit as many steps as depth allows."""
+        engine, group = self.engine, self.group
+        while engine is not None and group.ready and len(group.unresolved) < self.config.depth:
+            steps = engine.plan(now)
+            if steps is None:
+                return
+            for rank, step in enumerate(steps):
+                self.outbox.send(group.peers[rank], step)
+
+    def _step_result(self, result: StepResult, now: int) -> None:
+        engine, group = self.engine, self.group
+        if engine is None or result.engine_epoch != group.engine_epoch:
+            return  # an older epoch: its leases went with its pools
+        step = group.oldest_for(result.rank) if 0 <= result.rank < group.ranks else None
+        if step is None or result.step_id < step.step_id:
+            return  # a duplicate
+        try:
+            if result.step_id != step.step_id:
+                raise ProtocolError(f"result of step {result.step_id} before {step.step_id}")
+            if result.status == StepStatus.ERROR:
+                raise ProtocolError(result.error or "the device failed")
+            engine.apply(step, result, now)
+        except ProtocolError as error:
+            self.outbox.note(
+                "error",
+                "step failed",
+                step=group_step_of(step.step_id),
+                rank=result.rank,
+                error=str(error),
+            )
+            self._restart_engine(now, str(error), faulty=step)
+            return
+        self._advance(result.rank, result.gpu_done)
+        step.begin_ns = max(step.begin_ns, result.times.begin_ns)
+        step.end_ns = max(step.end_ns, result.times.end_ns)
+        group.applied[result.rank] = step.step_id
+        step.pending.discard(result.rank)
+        if not step.pending:
+            group.unresolved.remove(step)
+            self._step_ended(step, now)
+        self._count(engine)
+
+    def _advance(self, rank: int, gpu_done: int) -> None:
+        if self.engine is not None and gpu_done > self.group.gpu_done[rank]:
+            self.group.gpu_done[rank] = gpu_done
+            self.engine.memories[rank].advance(gpu_done)
+
+    def _step_ended(self, step: StepRecord, now: int, error: str = "") -> None:
+        self.outbox.actions.append(
+            StepEnded(
+                group_step=group_step_of(step.step_id),
+                kind=step.kind,
+                num_rows=step.num_rows,
+                num_tokens=sum(rank.num_tokens for rank in step.ranks),
+                planned_ns=step.planned_ns,
+                applied_ns=now,
+                begin_ns=step.begin_ns,
+                end_ns=step.end_ns,
+                error=error,
+            )
+        )
+
+    def _count(self, engine: Engine) -> None:
+        """Counters outlive an engine."""
+        preemptions, output, cached = engine.take_counts()
+        self._preemptions += preemptions
+        self._output_tokens += output
+        self._cached_tokens += cached
+
+    # ------------------------------------------------------------ timers
+
+    def _drain(self, deadline_ns: int) -> None:
+        self.intake.draining = True
+        earlier = min(self._drain_deadline_ns, deadline_ns)
+        self._drain_deadline_ns = earlier if self._drain_deadline_ns else deadline_ns
+        self._next_timer_ns = 0
+
+    def _timers(self, now: int) -> None:
+        if now < self._next_timer_ns:
+            return
+        self._next_timer_ns = now + TIMER_NS
+        self.registry.expire(now)
+        for request in list(self.registry.live.values()):
+            self._check_timers(request, now)
+
+    def _check_timers(self, request: Request, now: int) -> None:
+        registry = self.registry
+        if self._drain_deadline_ns and now >= self._drain_deadline_ns:
+            detail = "this replica shuts down; send the request again"
+            registry.fail(request, ErrorCode.OVERLOADED, detail, now, retry_after_s=1.0)
+        elif request.orphaned_ns and now - request.orphaned_ns >= self.config.orphan_s * 1e9:
+            self.intake.abandon(request, now)
+        elif self._overdue(request, now):
+            engine_down = self.engine is None or not self.group.ready
+            code = ErrorCode.ENGINE_RESTARTED if engine_down else ErrorCode.DEADLINE
+            detail = "the request made no progress before its deadline"
+            if engine_down:
+                detail = "the engine did not come back before the request's deadline"
+            registry.fail(request, code, detail, now, retry_after_s=5.0)
+
+    def _overdue(self, request: Request, now: int) -> bool:
+        """Past the caller's deadline while it waits, or without progress for too long."""
+        progress = request.progress_ns
+        if request.slot >= 0 and self.engine is not None:
+            progress = int(self.engine.residency.table.progress_ns[request.slot])
+        if now - progress >= self.config.deadline_s * 1e9:
+            return True
+        deadline = request.generate.deadline_ns
+        return bool(deadline) and now >= deadline and request.slot < 0
