@@ -74,7 +74,8 @@ class Device:
         self._running = None
         self.gpu_done = 0
 
-    def body(self, step: SubmitStep, *, unmasked: Callable[[int], bool] = lambda row: False
+    def body(
+        self, step: SubmitStep, *, unmasked: Callable[[int], bool] = lambda row: False
     ) -> StepResult:
         """Run forward and sampling of a step; grammar rows that are `unmasked` sample nothing."""
         if step.group_step <= self._last_group_step:
@@ -87,9 +88,7 @@ class Device:
             self._open(init)
         self._append(step)
         self._ops(step, after=False)
-        canceled = {
-            (rid, epoch) for rid, epoch, _ in np.frombuffer(step.cancel, CANCEL).tolist()
-        }
+        canceled = {(rid, epoch) for rid, epoch, _ in np.frombuffer(step.cancel, CANCEL).tolist()}
         rows = np.frombuffer(step.rows, ROW)
         results = np.zeros(len(rows), RESULT)
         tokens: list[int] = []

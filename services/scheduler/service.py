@@ -1,0 +1,183 @@
+"""The scheduler's loop: mail in, the core decides, messages, spans and log lines out."""
+
+import gc
+import logging
+import time
+
+from deepmesh.config import Config
+from deepmesh.telemetry import Tracer
+from deepmesh.wire.inbox import Inbox
+from deepmesh.wire.messages import (
+    Abort,
+    Ack,
+    Attach,
+    Capacity,
+    Drain,
+    Generate,
+    GpuDone,
+    Progress,
+    ServiceStats,
+    Shutdown,
+    StepResult,
+    StopAt,
+)
+from deepmesh.wire.sockets import Identity, LinkEvent, Listener, PeerDown, PeerUp
+from deepmesh.wire.sockets import Mail as LinkMail
+
+from .core.events import (
+    Action,
+    Event,
+    ExecutorDown,
+    ExecutorUp,
+    Mail,
+    Note,
+    RequestEnded,
+    Send,
+    StepEnded,
+    Tick,
+    TokenizerDown,
+    TokenizerUp,
+)
+from .core.scheduler import Scheduler
+from .traces import Traces
+
+_log = logging.getLogger(__name__)
+LAST_WORDS_S = 1.0  # a drained scheduler waits so long for its last messages to be acknowledged
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
+
+
+class SchedulerService:
+    """One scheduler process: tokenizers and executors dial in at its address."""
+
+    def __init__(self, config: Config, *, index: int, tracer: Tracer) -> None:
+        self.name = f"scheduler-{index}"
+        self.core = Scheduler(
+            config.scheduler,
+            name=self.name,
+            model=config.mesh.model,
+            served_model=config.served_model,
+            numerics=config.executor.numerics,
+            ranks=config.executor.ranks,
+            first_epoch=int(time.time()),  # step ids are not reused, also not after a restart
+        )
+        me = Identity.new("scheduler", self.name, config)
+        self.listener = Listener(config.scheduler_address(index), me, config.links, self._stats)
+        self.inbox = Inbox(self.listener)
+        self._traces = Traces(tracer)
+        self._stops = self._stops_taken = 0
+
+    def stop(self) -> None:
+        """Drain; asked again, end at once. Safe from signal handlers and other threads."""
+        self._stops += 1
+        self.inbox.wake()
+
+    def run(self) -> None:
+        """Serve until drained.
+
+        Anything raised here ends the process: its supervisor restarts it, peers see the link go.
+        """
+        gc.collect()
+        gc.freeze()
+        _log.info("listening at %s", self.listener.address)
+        try:
+            while not self.core.drained:
+                self._turn(self.core.idle_for())
+            self._say_last_words()
+        finally:
+            self.inbox.close()
+
+    # ------------------------------------------------------------ the loop
+
+    def _turn(self, timeout_s: float) -> None:
+        """Everything that is there, then one Tick: mail is in, plan."""
+        for event in self.inbox.wait(timeout_s):
+            known = self._translate(event)
+            if known is not None:
+                self._handle(known)
+        for order in self._take_orders():
+            self._handle(Mail("", order))
+        self._handle(Tick())
+
+    def _take_orders(self) -> list[Drain | Shutdown]:
+        first, self._stops_taken = self._stops_taken, self._stops
+        return [Shutdown() if order else Drain() for order in range(first, self._stops_taken)]
+
+    def _handle(self, event: Event) -> None:
+        for action in self.core.handle(event, time.time_ns()):
+            self._carry_out(action)
+
+    def _translate(self, event: LinkEvent) -> Event | None:
+        match event:
+            case PeerUp(peer):
+                _log.info("%s is up", peer.name)
+                if peer.service == "executor":
+                    return ExecutorUp(peer.name, _rank_of(peer.name))
+                return TokenizerUp(peer.name, peer.incarnation)
+            case PeerDown(peer, reason):
+                _log.warning("%s is lost: %s", peer.name, reason)
+                if peer.service == "executor":
+                    return ExecutorDown(peer.name, _rank_of(peer.name))
+                return TokenizerDown(peer.name)
+            case LinkMail():
+                return self._mail(event)
+
+    def _mail(self, mail: LinkMail) -> Mail | None:
+        self._traces.hop(mail)
+        match mail.message:
+            case (
+                Generate()
+                | Attach()
+                | Ack()
+                | StopAt()
+                | Abort()
+                | StepResult()
+                | GpuDone()
+                | Capacity()
+                | Progress()
+                | Drain()
+                | Shutdown()
+            ) as message:
+                return Mail(mail.peer.name, message)
+            case message:
+                _log.warning("ignored a %s of %s", type(message).__name__, mail.peer.name)
+                return None
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Send(peer, message):
+                self.listener.send(peer, message)  # a lost peer shows as PeerDown, which requeues
+            case Note(level, text, fields):
+                line = " ".join([text, *(f"{key}={value}" for key, value in fields.items())])
+                _log.log(_LEVELS.get(level, logging.ERROR), "%s", line)
+            case RequestEnded():
+                self._traces.request(action)
+                _log.info(
+                    "%s %s prompt=%d cached=%d output=%d preempted=%d %s",
+                    action.rid.hex()[:12],
+                    action.outcome,
+                    action.prompt_tokens,
+                    action.cached_tokens,
+                    action.output_tokens,
+                    action.preemptions,
+                    action.detail,
+                )
+            case StepEnded():
+                self._traces.step(action)
+
+    def _say_last_words(self) -> None:
+        """Let the last messages leave: their acknowledgements say that they arrived."""
+        deadline = time.monotonic() + LAST_WORDS_S
+        while self.core.registry.ended and (left := deadline - time.monotonic()) > 0:
+            self._turn(left)
+
+    def _stats(self) -> ServiceStats:
+        stats = self.core.stats()
+        return ServiceStats(
+            ready=stats.ready, requests=stats.waiting + stats.running, replicas=[stats]
+        )
+
+
+def _rank_of(name: str) -> int:
+    """The rank in "executor-SCHEDULER-RANK"."""
+    tail = name.rsplit("-", 1)[-1]
+    return int(tail) if tail.isdigit() else 1 << 30

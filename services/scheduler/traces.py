@@ -1,0 +1,120 @@
+"""Spans of the scheduler: what a request waited for, and each group step as its own trace."""
+
+from collections import OrderedDict
+
+from deepmesh.telemetry import (
+    SPAN_DECODE,
+    SPAN_FORWARD,
+    SPAN_HOP,
+    SPAN_PREFILL,
+    SPAN_QUEUE,
+    SPAN_STEP,
+    Tracer,
+)
+from deepmesh.wire.messages import Generate, StepResult
+from deepmesh.wire.sockets import Mail
+
+from .core.events import RequestEnded, StepEnded
+from .core.group import group_step_of
+
+KEPT_STEPS = 20_000  # step lengths kept to name a request's slowest
+NUM_SLOWEST = 5
+MAX_HOPS = 256  # steps whose results wait for their end
+
+
+class Traces:
+    """Turns the core's reports into spans; unsampled requests cost nothing."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._lengths: OrderedDict[int, int] = OrderedDict()  # group step -> ns
+        self._hops: dict[int, list[tuple[int, int, StepResult]]] = {}  # unresolved steps
+
+    def hop(self, mail: Mail) -> None:
+        """The way of a message over the wire."""
+        match mail.message:
+            case Generate(traceparent=parent) if parent:
+                attributes: dict[str, str | int | float | bool] = {
+                    "message": "Generate",
+                    "from": mail.peer.name,
+                }
+                self._tracer.record(SPAN_HOP, parent, mail.sent_ns, mail.received_ns, attributes)
+            case StepResult() as result:
+                step = group_step_of(result.step_id)
+                if len(self._hops) > MAX_HOPS:
+                    self._hops.clear()  # late results of abandoned steps
+                self._hops.setdefault(step, []).append((mail.sent_ns, mail.received_ns, result))
+            case _:
+                return
+
+    def step(self, step: StepEnded) -> None:
+        """A group step: submitted to the last rank's result, with its forwards and hops."""
+        own = self._tracer.record(
+            SPAN_STEP,
+            "",
+            step.planned_ns,
+            step.applied_ns,
+            {
+                "step": step.group_step,
+                "kind": step.kind.name,
+                "rows": step.num_rows,
+                "tokens": step.num_tokens,
+            },
+            error=step.error,
+        )
+        for sent_ns, received_ns, result in self._hops.pop(step.group_step, []):
+            rank: dict[str, str | int | float | bool] = {"rank": result.rank}
+            if result.times.begin_ns:
+                self._tracer.record(
+                    SPAN_FORWARD, own, result.times.begin_ns, result.times.end_ns, rank
+                )
+            self._tracer.record(
+                SPAN_HOP, own, sent_ns, received_ns, rank | {"message": "StepResult"}
+            )
+        self._lengths[step.group_step] = step.applied_ns - step.planned_ns
+        while len(self._lengths) > KEPT_STEPS:
+            self._lengths.popitem(last=False)
+
+    def request(self, ended: RequestEnded) -> None:
+        """Queue, prefill and decode of a request, as far as it came."""
+        parent, end = ended.traceparent, ended.ended_ns
+        if not parent:
+            return
+        error = ended.detail if ended.outcome.isupper() else ""
+        admitted, first = ended.admitted_ns or end, ended.first_token_ns or end
+        self._tracer.record(
+            SPAN_QUEUE,
+            parent,
+            ended.received_ns,
+            admitted,
+            {"outcome": ended.outcome},
+            error=error if not ended.admitted_ns else "",
+        )
+        if not ended.admitted_ns:
+            return
+        self._tracer.record(
+            SPAN_PREFILL,
+            parent,
+            admitted,
+            first,
+            {"prompt_tokens": ended.prompt_tokens, "cached_tokens": ended.cached_tokens},
+            error=error if not ended.first_token_ns else "",
+        )
+        if ended.first_token_ns:
+            self._tracer.record(SPAN_DECODE, parent, first, end, self._decode(ended), error=error)
+
+    def _decode(self, ended: RequestEnded) -> dict[str, str | int | float | bool]:
+        steps = range(ended.first_step, ended.last_step + 1)
+        lengths = {step: self._lengths[step] for step in steps if step in self._lengths}
+        slowest = sorted(lengths, key=lambda step: (-lengths[step], step))[:NUM_SLOWEST]
+        return {
+            "output_tokens": ended.output_tokens,
+            "preemptions": ended.preemptions,
+            "outcome": ended.outcome,
+            "first_step": ended.first_step,
+            "last_step": ended.last_step,
+            "steps": len(steps),
+            "slowest_steps": ", ".join(
+                f"{step} ({lengths[step] / 1e6:.1f} ms)" for step in slowest
+            ),
+        }
