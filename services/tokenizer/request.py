@@ -18,6 +18,10 @@ from services.tokenizer.prepare import Generation
 
 End = ResponseFinished | ResponseFailed
 
+# A reader this close behind counts as keeping up. Gateways credit in lumps, and tokens that
+# cause no event must not wait for the credit of events that will never fill the next lump.
+SLACK_EVENTS = 64
+
 
 class Phase(Enum):
     """Where a request is."""
@@ -132,7 +136,8 @@ class Request:
     def newly_acked(self) -> int | None:
         """Output position to acknowledge upstream now, if it has moved."""
         moved = False
-        while self.acks and (self.acks[0][0] <= self.credited or not self.is_stream):
+        taken = self.credited + SLACK_EVENTS if self.is_stream else self.next_event
+        while self.acks and self.acks[0][0] <= taken:
             self.acked = self.acks.popleft()[1]
             moved = True
         return self.acked if moved else None

@@ -13,9 +13,11 @@ from deepmesh.wire.messages import Drain, ErrorCode, ServiceStats, Shutdown, Sub
 from deepmesh.wire.sockets import Dialer, Listener
 from services.tokenizer.actions import Action, Prepare, ToGateway, ToScheduler, Trace
 from services.tokenizer.answers import Answer
-from services.tokenizer.core import Clock, Core, Stamps
+from services.tokenizer.book import Clock
+from services.tokenizer.core import Core
 from services.tokenizer.prepare import Generation, Preparer
 from services.tokenizer.refusal import Refusal
+from services.tokenizer.spans import Stamps
 
 TICK_S = 0.25
 INLINE_BYTES = 32 << 10  # longer bodies are encoded in a thread (4.5k tokens take 5 ms)

@@ -1,7 +1,7 @@
 """The schedulers' side of requests: placing, asking again, aborting, acknowledging."""
 
 from deepmesh.wire.link import Peer
-from deepmesh.wire.messages import Abort, AckRow, Attach, Failed, StopAt, TokenRow
+from deepmesh.wire.messages import Abort, AckRow, Attach, Rid, StopAt
 from services.tokenizer.actions import Outbox, ToScheduler
 from services.tokenizer.placement import Schedulers
 from services.tokenizer.request import Phase, Request
@@ -70,6 +70,11 @@ class Upstream:
             self._outbox.add(ToScheduler(name, Abort(request.rid, request.attempt)))
         self.release(request)
 
+    def abort_everywhere(self, rid: Rid) -> None:
+        """A request that we do not know: whoever has it stops."""
+        for name in sorted(self.schedulers.names):
+            self._outbox.add(ToScheduler(name, Abort(rid)))
+
     def ack(self, request: Request) -> None:
         """Tell how far the client has read, if that has moved."""
         position = request.newly_acked()
@@ -80,7 +85,6 @@ class Upstream:
         """Its terminal message has arrived: the scheduler may forget it."""
         self._outbox.ack(name, AckRow(request.rid, position, done=True))
         self.release(request)
-        request.scheduler = ""
 
     # ------------------------------------------------------------ from a scheduler
 
@@ -101,7 +105,7 @@ class Upstream:
         request.phase = Phase.RUNNING
         return True
 
-    def unknown(self, request: Request, failed: Failed, name: str, now: float) -> None:
+    def unknown(self, request: Request, name: str, now: float) -> None:
         """The answer to an Attach: this scheduler does not hold it."""
         if request.phase is Phase.ASKED:
             request.asked.discard(name)
@@ -164,8 +168,3 @@ class Upstream:
         if request.counted_at:
             self.schedulers.placed[request.counted_at] -= 1
             request.counted_at = ""
-
-
-def is_gap(request: Request, row: TokenRow) -> bool:
-    """Whether tokens between ours and the row's are missing."""
-    return row.pos > request.position

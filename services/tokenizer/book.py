@@ -1,0 +1,193 @@
+"""All requests of this process, and the one way in which each of them ends."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from deepmesh.wire.messages import (
+    DELTA_ADMITTED,
+    Delta,
+    ErrorCode,
+    FinishReason,
+    ResponseFailed,
+    ResponseFinished,
+    Rid,
+    Submit,
+)
+from services.tokenizer.actions import Outbox, ToGateway
+from services.tokenizer.request import Phase, Request
+from services.tokenizer.spans import detokenize_span
+from services.tokenizer.upstream import Upstream
+
+KEEP_S = 10.0  # an ended request, for a gateway that asks again
+MAX_KEPT = 512
+
+
+class Clock(NamedTuple):
+    """The time of an event."""
+
+    now: float  # monotonic, s
+    wall_ns: int
+
+
+class Book:
+    """Requests by rid, from `Submit` until nobody can ask for them any more."""
+
+    def __init__(self, outbox: Outbox, upstream: Upstream) -> None:
+        self._outbox = outbox
+        self._upstream = upstream
+        self._requests: dict[Rid, Request] = {}
+        self._ended: dict[Rid, None] = {}  # in the order of their ends
+        self._tombstones: dict[Rid, float] = {}  # dropped here, until when
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests) - len(self._ended)
+
+    @property
+    def live(self) -> list[Request]:
+        """Requests that have not ended."""
+        return [request for request in self._requests.values() if request.end is None]
+
+    @property
+    def all(self) -> list[Request]:
+        """Those that have ended and are kept, too."""
+        return list(self._requests.values())
+
+    def get(self, rid: Rid) -> Request | None:
+        """A request, live or kept."""
+        return self._requests.get(rid)
+
+    def open(self, submit: Submit, gateway: str, arrived_ns: int) -> Request:
+        """A new request."""
+        request = Request(submit, gateway, arrived_ns)
+        self._requests[submit.rid] = request
+        return request
+
+    def remembers(self, rid: Rid) -> bool:
+        """Whether its scheduler may be told to forget it."""
+        return rid in self._requests or rid in self._tombstones
+
+    # ------------------------------------------------------------ towards the gateway
+
+    def send_events(self, request: Request, events: list[bytes]) -> None:
+        """Events of a stream; the first delta says that it is admitted."""
+        if not request.is_stream:
+            return
+        flags = 0 if request.is_admitted else DELTA_ADMITTED
+        request.is_admitted = True
+        delta = request.add_events(events, flags)
+        if delta is not None:
+            self._outbox.delta(request.gateway, delta)
+
+    def send_again(self, request: Request, next_event: int) -> None:
+        """What the gateway may have missed, from `next_event` on."""
+        events = request.since(next_event)
+        match request.end:
+            case ResponseFailed() as failed:
+                self._outbox.add(ToGateway(request.gateway, failed))
+            case ResponseFinished() as finished:
+                if request.generation is not None:
+                    finished = finished_message(request, next_event, events)
+                self._outbox.add(ToGateway(request.gateway, finished))
+            case None if request.is_admitted:
+                delta = Delta(request.rid, next_event, events, DELTA_ADMITTED)
+                self._outbox.delta(request.gateway, delta)
+            case None:
+                pass
+
+    def complete(self, request: Request, reason: FinishReason, clock: Clock) -> None:
+        """All tokens are there: the last events, or the body."""
+        generation = request.generation
+        assert generation is not None
+        request.reason = reason
+        events: list[bytes] = []
+        try:
+            if not request.has_started:
+                request.has_started = True
+                events += generation.text.start(request.cached_tokens)
+            events += generation.text.finish(reason)
+        except RuntimeError as error:
+            detail = f"the output cannot be decoded: {error}"
+            self.fail(request, ErrorCode.INTERNAL, detail, clock)
+            return
+        delta = request.add_events(events) if request.is_stream else None
+        first = delta.first_event if delta is not None else request.next_event
+        fresh = delta.events if delta is not None else []
+        self.end(request, finished_message(request, first, fresh), clock)
+
+    def fail(self, request: Request, code: ErrorCode, detail: str, clock: Clock) -> None:
+        """The bad end, for a reason found here."""
+        self.end(request, ResponseFailed(request.rid, code, detail), clock)
+
+    def end(self, request: Request, end: ResponseFinished | ResponseFailed, clock: Clock) -> None:
+        """The one place where a request ends for its gateway."""
+        self._upstream.release(request)
+        request.phase = Phase.ENDED
+        request.end = end
+        request.ended_at = clock.now
+        self._ended[request.rid] = None
+        self._outbox.add(ToGateway(request.gateway, end))
+        if (span := detokenize_span(request, clock.wall_ns)) is not None:
+            self._outbox.add(span)
+        if len(self._ended) > MAX_KEPT:
+            self.forget(self._requests[next(iter(self._ended))])
+
+    # ------------------------------------------------------------ forgetting
+
+    def drop(self, request: Request, clock: Clock) -> None:
+        """The gateway wants nothing more of it."""
+        if request.end is None:
+            self._upstream.abort(request)
+        self.bury(request.rid, clock)
+        self.forget(request)
+
+    def bury(self, rid: Rid, clock: Clock) -> None:
+        """What still comes for it is acknowledged and ignored."""
+        self._tombstones[rid] = clock.now + KEEP_S
+
+    def forget(self, request: Request) -> None:
+        """No trace of it stays."""
+        del self._requests[request.rid]
+        self._ended.pop(request.rid, None)
+
+    def sweep(self, clock: Clock) -> None:
+        """Forget what was kept long enough."""
+        for rid in list(self._ended):
+            if clock.now - self._requests[rid].ended_at < KEEP_S:
+                break
+            self.forget(self._requests[rid])
+        for rid, until in list(self._tombstones.items()):
+            if until > clock.now:
+                break
+            del self._tombstones[rid]
+
+
+def local_end(request: Request) -> FinishReason | None:
+    """The end that the tokens themselves show, when the scheduler's word on it was lost."""
+    generation = request.generation
+    if generation is None or request.position == 0:
+        return None
+    last = int.from_bytes(request.output[-4:], "little", signed=True)
+    stops = np.frombuffer(generation.stop_ids, "<i4")
+    if last in stops and request.position > generation.min_tokens:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if request.position >= generation.max_tokens else None
+
+
+def finished_message(request: Request, first_event: int, events: list[bytes]) -> ResponseFinished:
+    """The good end; `events` are those that the gateway does not have yet."""
+    generation = request.generation
+    assert generation is not None
+    return ResponseFinished(
+        rid=request.rid,
+        status=200,
+        body=b"" if generation.stream else generation.text.body(),
+        first_event=first_event,
+        events=events,
+        prompt_tokens=generation.prompt_len,
+        cached_tokens=request.cached_tokens,
+        completion_tokens=request.position,
+        finish_reason=request.reason.name.lower(),
+    )

@@ -1,0 +1,61 @@
+"""The service's spans, made from stamps after the fact."""
+
+from typing import NamedTuple
+
+from deepmesh.telemetry import SPAN_DETOKENIZE, SPAN_HOP, SPAN_TOKENIZE
+from deepmesh.wire.messages import ResponseFailed
+from services.tokenizer.actions import Trace, Value
+from services.tokenizer.answers import Answer
+from services.tokenizer.prepare import Generation
+from services.tokenizer.refusal import Refusal
+from services.tokenizer.request import Request
+
+
+class Stamps(NamedTuple):
+    """Of a message that came in."""
+
+    sender: str
+    sent_ns: int
+    received_ns: int
+
+
+def hop_span(message: str, traceparent: str, stamps: Stamps, me: str) -> Trace:
+    """A message on its way: sent to received."""
+    attributes: dict[str, Value] = {"message": message, "from": stamps.sender, "to": me}
+    return Trace(SPAN_HOP, traceparent, stamps.sent_ns, stamps.received_ns, attributes)
+
+
+def tokenize_span(
+    request: Request, outcome: Generation | Answer | Refusal, began_ns: int, ended_ns: int
+) -> Trace:
+    """Body to prompt ids, or to the answer that needs none."""
+    submit = request.submit
+    attributes: dict[str, Value] = {
+        "protocol": submit.protocol,
+        "body_bytes": len(submit.body),
+        "wait_us": (began_ns - request.arrived_ns) / 1000,
+    }
+    error = ""
+    match outcome:
+        case Generation(prompt_len=prompt_len, max_tokens=max_tokens):
+            attributes |= {"prompt_tokens": prompt_len, "max_tokens": max_tokens}
+        case Answer(prompt_tokens=prompt_tokens):
+            attributes["prompt_tokens"] = prompt_tokens
+        case Refusal(detail=detail):
+            error = detail
+    return Trace(SPAN_TOKENIZE, submit.traceparent, began_ns, ended_ns, attributes, error)
+
+
+def detokenize_span(request: Request, ended_ns: int) -> Trace | None:
+    """First token in to last event out, with the time spent on text alone."""
+    if not request.first_token_ns:
+        return None
+    error = request.end.detail if isinstance(request.end, ResponseFailed) else ""
+    attributes: dict[str, Value] = {
+        "tokens": request.position,
+        "events": request.next_event,
+        "busy_us": request.busy_ns / 1000,
+        "first_token_ns": request.first_token_ns,
+    }
+    parent, began = request.submit.traceparent, request.first_token_ns
+    return Trace(SPAN_DETOKENIZE, parent, began, ended_ns, attributes, error)
