@@ -33,26 +33,37 @@ def hyper_mix_ref(
 
 def sinkhorn(logits: Tensor, num_iters: int, eps: float) -> Tensor:
     """[source, destination, num_tokens] -> near doubly stochastic, in place where it can."""
-    hc = logits.shape[0]
-    top = logits.amax(1, keepdim=True)
-    comb = (logits - top).exp_()
-    sums = torch.empty_like(top)
-    over_rows = [comb[i : i + 1] for i in range(hc)]
-    over_cols = [comb[:, j : j + 1] for j in range(hc)]
-    comb.div_(_add_up(over_cols, sums)).add_(eps)
-    totals = torch.empty_like(over_rows[0])
-    comb.div_(_add_up(over_rows, totals).add_(eps))
+    comb = (logits - logits.amax(1, keepdim=True)).exp_()
+    # A tensor, since torch copies a Python number into one at every step.
+    epsilon = torch.full((1, 1, 1), eps)
+    over_rows, over_cols = _Sum(comb, 0), _Sum(comb, 1)
+    comb.div_(over_cols()).add_(epsilon)
+    comb.div_(over_rows().add_(epsilon))
     for _ in range(num_iters - 1):
-        comb.div_(_add_up(over_cols, sums).add_(eps))
-        comb.div_(_add_up(over_rows, totals).add_(eps))
+        comb.div_(over_cols().add_(epsilon))
+        comb.div_(over_rows().add_(epsilon))
     return comb
 
 
-def _add_up(parts: list[Tensor], out: Tensor) -> Tensor:
-    """Plain additions in a fixed order: a library sum may group them by the tensor's shape."""
-    if len(parts) == 1:
-        return out.copy_(parts[0])
-    torch.add(parts[0], parts[1], out=out)
-    for part in parts[2:]:
-        out.add_(part)
-    return out
+class _Sum:
+    """Sum of a tensor over a short dimension, again and again: the views are made once.
+
+    Plain additions in a fixed order: a library sum groups them by the tensor's shape.
+    """
+
+    def __init__(self, x: Tensor, dim: int) -> None:
+        size = x.shape[dim]
+        self._halves = x.split(size // 2, dim) if size % 2 == 0 else None
+        self._folded = torch.empty_like(self._halves[0]) if self._halves else x
+        self._parts = self._folded.split(1, dim)
+        self._out = torch.empty_like(self._parts[0])
+
+    def __call__(self) -> Tensor:
+        if self._halves:
+            torch.add(*self._halves, out=self._folded)
+        if len(self._parts) == 1:
+            return self._out.copy_(self._parts[0])
+        torch.add(self._parts[0], self._parts[1], out=self._out)
+        for part in self._parts[2:]:
+            self._out.add_(part)
+        return self._out
