@@ -6,9 +6,11 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deepmesh.wire.messages import Pool
 
+from .block_pool import BlockPool
 from .engine import Engine
 from .group import StepRecord
 from .request import Phase, Request
@@ -145,46 +147,52 @@ def _inflight(engine: Engine, steps: list[StepRecord], depth: int) -> None:
 def _memory(engine: Engine, steps: list[StepRecord], rank: int) -> None:
     """I7, I10, I16: every block and slot is in one class, held as often as tables and pins say."""
     residency, memory = engine.residency, engine.memories[rank]
-    table = residency.table
-    held = [Counter[int]() for _ in Pool]
-    cached = [Counter[int]() for _ in Pool]
-    slots: list[int] = []
-    for request in engine.residents():
-        i = request.slot
-        if i // residency.slots != rank:
-            continue
-        slots.append(i % residency.slots)
-        held[0].update(table.global_blocks[i, : table.num_global[i]].tolist())
-        held[1].update(table.window_blocks[i, table.window_start[i] : table.window_end[i]].tolist())
-        held[2][int(table.state[i])] += 1
-        if request.deferred_state >= 0:
-            held[2][request.deferred_state] += 1
-    for step in steps:
-        if rank in step.pending:
-            held[2].update(capture.state_block for capture in step.ranks[rank].captures)
-    cached[0].update(memory.index.block_of.values())
-    for point in memory.index.points.values():
-        cached[1].update(point.window_blocks)
-        cached[2][point.state_block] += 1
+    table, first = residency.table, rank * residency.slots
+    here = first + np.flatnonzero(table.phase[first : first + residency.slots])
+    held: list[list[NDArray[np.int32]]] = [[], [], [table.state[here].astype(np.int32)]]
+    for i in here.tolist():
+        held[0].append(table.global_blocks[i, : table.num_global[i]])
+        held[1].append(table.window_blocks[i, table.window_start[i] : table.window_end[i]])
+    pins = [table.request_at(i).deferred_state for i in here.tolist()]
+    pins += [
+        capture.state_block
+        for step in steps
+        if rank in step.pending
+        for capture in step.ranks[rank].captures
+    ]
+    held[2].append(np.array([pin for pin in pins if pin >= 0], np.int32))
+    points = memory.index.points.values()
+    cached = (
+        list(memory.index.block_of.values()),
+        [block for point in points for block in point.window_blocks],
+        [point.state_block for point in points],
+    )
     for pool, name in zip(Pool, ("global", "window", "state"), strict=True):
         blocks = memory.pools[pool]
-        fenced = [b for group in blocks.fenced_blocks().values() for b in group]
-        spare = blocks.free_blocks() + fenced
-        _require(len(set(spare)) == len(spare), f"I7 a {name} block is free twice")
-        for b in range(blocks.total):
-            _require(blocks.held[b] == held[pool][b], f"I7 {name} block {b} held wrongly")
-            _require(blocks.cached[b] == cached[pool][b], f"I7 {name} block {b} cached wrongly")
-        used = set(held[pool]) | set(cached[pool])
-        _require(not used & set(spare), f"I7 a {name} block is used and free")
-        _require(len(used) + len(spare) == blocks.total, f"I7 {name} blocks leak")
-        idle = {b for b in cached[pool] if not held[pool][b]}
-        _require(idle == set(blocks.evictable_blocks()), f"I7 evictable {name} blocks")
-        _require(
-            all(step > memory.gpu_done for step in blocks.fenced_blocks()), f"I10 {name} fence"
-        )
-        _require(blocks.gpu_done == memory.gpu_done, f"I10 {name} watermark")
+        tables = np.concatenate([*held[pool], np.empty(0, np.int32)])
+        _pool(blocks, tables, cached[pool], name, memory.gpu_done)
     free = memory.num_free_slots + memory.num_fenced_slots
-    _require(len(slots) + free == memory.num_slots, "I16 slots leak")
+    _require(len(here) + free == memory.num_slots, "I16 slots leak")
+
+
+def _pool(
+    pool: BlockPool, tables: NDArray[np.int32], cached: list[int], name: str, gpu_done: int
+) -> None:
+    """I7: free + evictable + fenced + held == total, each block in one class."""
+    held_count = np.bincount(tables, minlength=pool.total)
+    cached_count = np.bincount(np.array(cached, np.int64), minlength=pool.total)
+    _require(bool((pool.held == held_count).all()), f"I7 {name} blocks held wrongly")
+    _require(bool((pool.cached == cached_count).all()), f"I7 {name} blocks cached wrongly")
+    spare = pool.free_blocks() + [b for group in pool.fenced_blocks().values() for b in group]
+    seen = np.bincount(np.array(spare, np.int64), minlength=pool.total)
+    used = (held_count > 0) | (cached_count > 0)
+    _require(bool((seen <= 1).all()), f"I7 a {name} block is free twice")
+    _require(bool((used != (seen > 0)).all()), f"I7 {name} blocks leak, or are used and free")
+    idle = np.flatnonzero((cached_count > 0) & (held_count == 0))
+    _require(idle.tolist() == sorted(pool.evictable_blocks()), f"I7 evictable {name} blocks")
+    _require(all(step > gpu_done for step in pool.fenced_blocks()), f"I10 {name} fence")
+    _require(pool.gpu_done == gpu_done, f"I10 {name} watermark")
+    _require(pool.num_fenced == len(spare) - pool.num_free, f"I7 fenced {name} blocks")
 
 
 def _quiescence(core: Scheduler, engine: Engine) -> None:

@@ -23,6 +23,7 @@ from .registry import Registry
 from .request import Ended, Request
 from .waiting import WaitingQueue
 
+ANY_ATTEMPT = 1 << 62  # of an Abort that names none
 CLASSES = ("global", "window", "state")
 
 
@@ -71,11 +72,12 @@ class Intake:
             self._outbox.send(message.reply_to, Finished(rid, FinishReason.ABORT, 0))
             return None
         ended = registry.ended.get(rid)
-        if ended is not None and message.attempt <= ended.request.attempt:
-            self._replay_ended(ended, message.reply_to, 0, now)
+        if ended is not None and (message.attempt <= ended.request.attempt or ended.is_complete):
+            self._replay_ended(ended, message.reply_to, len(message.confirmed_ids) // 4, now)
             return None
         try:
             request = self._check(message, now)
+            self.check_fit(request)
         except Refusal as refusal:
             registry.num_failed += 1
             self._outbox.send(
@@ -94,7 +96,7 @@ class Intake:
         self._waiting.add(request)
         self._next_rid += 1
         self.prompt_tokens += request.prompt_len
-        self._outbox.send(message.reply_to, Accepted(rid, message.attempt, self._replica))
+        self._outbox.send(message.reply_to, self._accepted(request))
         self._end_if_complete(request, now)
         return request
 
@@ -103,6 +105,7 @@ class Intake:
         request = self._registry.live.get(message.rid)
         if request is not None:
             self._rehome(request, message.reply_to, message.attempt)
+            self._outbox.send(message.reply_to, self._accepted(request))
             self.replay(request, message.from_pos, now)
             return
         ended = self._registry.ended.get(message.rid)
@@ -135,13 +138,21 @@ class Intake:
     def abort(self, message: Abort, now: int) -> None:
         """End a request for its client at once; idempotent, also before its Generate."""
         request = self._registry.live.get(message.rid)
-        if request is not None and message.attempt < request.attempt:
+        attempt = message.attempt or ANY_ATTEMPT
+        if request is not None and attempt < request.attempt:
             return  # a tokenizer that lost the request to another one
         if message.rid not in self._registry.ended:
-            attempt = max(message.attempt, request.attempt if request else 0)
             self._registry.bury(message.rid, attempt, now)
         if request is not None:
             self._registry.finish(request, FinishReason.ABORT, now)
+
+    def recheck(self, now: int) -> None:
+        """An engine is loaded: requests that came before it, or for another one, must fit it."""
+        for request in list(self._registry.live.values()):
+            try:
+                self.check_fit(request)
+            except Refusal as refusal:
+                self._registry.fail(request, refusal.code, refusal.detail, now, param=refusal.param)
 
     def abandon(self, request: Request, now: int) -> None:
         """Nobody came for an orphan."""
@@ -161,13 +172,17 @@ class Intake:
 
     def _again(self, request: Request, message: Generate, now: int) -> None:
         """The same request once more: acknowledged again, or taken over by a later attempt."""
-        accepted = Accepted(message.rid, message.attempt, self._replica)
-        if message.attempt > request.attempt or request.orphaned_ns:
-            self._rehome(request, message.reply_to, message.attempt)
-            self._outbox.send(message.reply_to, accepted)
+        moved = message.attempt > request.attempt or request.orphaned_ns
+        if message.attempt < request.attempt:
+            return
+        self._rehome(request, message.reply_to, message.attempt)
+        self._outbox.send(message.reply_to, self._accepted(request))
+        if moved:
             self.replay(request, len(message.confirmed_ids) // 4, now)
-        elif message.attempt == request.attempt:
-            self._outbox.send(message.reply_to, accepted)
+
+    def _accepted(self, request: Request) -> Accepted:
+        cached = max(0, request.cached_tokens)
+        return Accepted(request.generate.rid, request.attempt, self._replica, cached)
 
     def _rehome(self, request: Request, reply_to: str, attempt: int) -> None:
         request.reply_to = reply_to
@@ -198,31 +213,25 @@ class Intake:
         if self.draining:
             detail = "this replica is draining; send the request to another one"
             raise Refusal(ErrorCode.OVERLOADED, detail, retry_after_s=1.0)
-        geometry = self.geometry
-        if geometry is None:
-            detail = "the model is still loading; try again"
-            raise Refusal(ErrorCode.OVERLOADED, detail, retry_after_s=1.0)
         if len(self._waiting) >= self._max_waiting:
             detail = f"{self._max_waiting} requests wait already; try again later"
             raise Refusal(ErrorCode.OVERLOADED, detail, retry_after_s=self._retry_after())
         if len(message.prompt_ids) % 4 or len(message.confirmed_ids) % 4:
             raise Refusal(ErrorCode.INVALID, "token ids are not whole int32s", "prompt")
         prompt, output = unpack_ids(message.prompt_ids), unpack_ids(message.confirmed_ids)
-        ids = np.concatenate([prompt, output]).astype(np.int32)
-        self._check_lengths(message, len(prompt), geometry)
-        if int(ids.min()) < 0 or int(ids.max()) >= geometry.vocab_size:
-            detail = f"token ids must lie in 0..{geometry.vocab_size - 1}"
+        if not 1 <= message.prompt_len <= len(prompt):
+            detail = f"the prompt length {message.prompt_len} does not fit {len(prompt)} token ids"
             raise Refusal(ErrorCode.INVALID, detail, "prompt")
-        stop_ids = frozenset(unpack_ids(message.stop_ids).tolist())
-        if any(not 0 <= token < geometry.vocab_size for token in stop_ids):
-            detail = f"stop token ids must lie in 0..{geometry.vocab_size - 1}"
-            raise Refusal(ErrorCode.INVALID, detail, "stop_token_ids")
+        if message.max_tokens < 1:
+            raise Refusal(ErrorCode.INVALID, "max_tokens must be at least 1", "max_tokens")
+        if len(message.stop_ids) % 4:
+            raise Refusal(ErrorCode.INVALID, "stop ids are not whole int32s", "stop_token_ids")
+        ids = np.concatenate([prompt, output]).astype(np.int32)
         return Request(
             rid=self._next_rid,
             generate=message,
-            stop_ids=stop_ids,
+            stop_ids=frozenset(unpack_ids(message.stop_ids).tolist()),
             max_len=message.prompt_len + message.max_tokens,
-            root=root_hash(message.salt, self.fingerprint),
             received_ns=now,
             ids=ids,
             reply_to=message.reply_to,
@@ -232,26 +241,41 @@ class Intake:
             logprobs_from=len(ids) - message.prompt_len,
         )
 
-    def _check_lengths(self, message: Generate, num_ids: int, geometry: Geometry) -> None:
-        limit, prompt_len = geometry.max_model_len, message.prompt_len
-        if not 1 <= prompt_len <= num_ids:
-            detail = f"the prompt length {prompt_len} does not fit its {num_ids} token ids"
+    def check_fit(self, request: Request) -> None:
+        """What only a loaded engine can tell; before that the request waits unchecked.
+
+        Raises:
+            Refusal: with the field at fault.
+        """
+        geometry, message = self.geometry, request.generate
+        if geometry is None:
+            return
+        vocab_size = geometry.vocab_size
+        if int(request.ids.min()) < 0 or int(request.ids.max()) >= vocab_size:
+            detail = f"token ids must lie in 0..{vocab_size - 1}"
             raise Refusal(ErrorCode.INVALID, detail, "prompt")
+        if any(not 0 <= token < vocab_size for token in request.stop_ids):
+            detail = f"stop token ids must lie in 0..{vocab_size - 1}"
+            raise Refusal(ErrorCode.INVALID, detail, "stop_token_ids")
+        self._check_lengths(message.prompt_len, message.max_tokens, geometry)
+        request.root = root_hash(message.salt, self.fingerprint)
+        request.chain = []
+
+    def _check_lengths(self, prompt_len: int, max_tokens: int, geometry: Geometry) -> None:
+        limit = geometry.max_model_len
         if prompt_len >= limit:
             detail = (
                 f"the prompt has {prompt_len} tokens; the context holds {limit}, "
                 "one of them for the output: shorten the prompt"
             )
             raise Refusal(ErrorCode.TOO_LONG, detail, "prompt")
-        if message.max_tokens < 1:
-            raise Refusal(ErrorCode.INVALID, "max_tokens must be at least 1", "max_tokens")
-        if prompt_len + message.max_tokens > limit:
+        if prompt_len + max_tokens > limit:
             detail = (
-                f"max_tokens is {message.max_tokens}, but behind {prompt_len} prompt tokens "
+                f"max_tokens is {max_tokens}, but behind {prompt_len} prompt tokens "
                 f"the context of {limit} has room for {limit - prompt_len}"
             )
             raise Refusal(ErrorCode.INVALID, detail, "max_tokens")
-        need = least_alone(geometry, prompt_len + message.max_tokens)
+        need = least_alone(geometry, prompt_len + max_tokens)
         for name, blocks, total in zip(CLASSES, need, self.totals, strict=True):
             if blocks > total:
                 detail = (

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from deepmesh.wire.messages import ErrorCode, Failed, Finished, FinishReason, TokenBatch, TokenRow
+from deepmesh.wire.messages import Failed, Finished, FinishReason, TokenBatch, TokenRow
 
 from .events import Action, Note, Outgoing, RequestEnded, Send
 from .group import group_step_of
@@ -112,17 +112,4 @@ def finished(request: Request, reason: FinishReason, final_pos: int) -> Finished
         final_pos=final_pos,
         prompt_tokens=request.prompt_len,
         cached_tokens=max(0, request.cached_tokens),
-    )
-
-
-def failed(
-    request: Request, code: ErrorCode, detail: str, *, final_pos: int, retry_after_s: float = 0.0
-) -> Failed:
-    """The bad end of a request that had been accepted."""
-    return Failed(
-        rid=request.generate.rid,
-        code=code,
-        detail=detail,
-        retry_after_s=retry_after_s,
-        final_pos=final_pos,
     )

@@ -4,7 +4,7 @@ from collections import OrderedDict
 
 from deepmesh.wire.messages import ErrorCode, Failed, Finished, FinishReason
 
-from .outbox import Outbox, failed, finished
+from .outbox import Outbox, finished
 from .request import Ended, Request
 from .residency import Residency
 from .waiting import WaitingQueue
@@ -45,7 +45,14 @@ class Registry:
         self._end(request, finished(request, reason, final), now)
 
     def fail(
-        self, request: Request, code: ErrorCode, detail: str, now: int, retry_after_s: float = 0.0
+        self,
+        request: Request,
+        code: ErrorCode,
+        detail: str,
+        now: int,
+        *,
+        param: str = "",
+        retry_after_s: float = 0.0,
     ) -> None:
         """End a request badly."""
         self._remove(request)
@@ -53,7 +60,14 @@ class Registry:
         self.num_failed += 1
         self._end(
             request,
-            failed(request, code, detail, final_pos=final, retry_after_s=retry_after_s),
+            Failed(
+                request.generate.rid,
+                code,
+                detail,
+                param=param,
+                retry_after_s=retry_after_s,
+                final_pos=final,
+            ),
             now,
         )
 

@@ -1,16 +1,15 @@
 """A request: what stays true for its whole life, and the columns that move while it is resident."""
 
 from dataclasses import dataclass, field
-from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deepmesh.wire.messages import Failed, Finished, Generate
+from deepmesh.wire.messages import Failed, Finished, FinishReason, Generate
 
 
-class Phase(IntEnum):
-    """Phase of a resident request."""
+class Phase:
+    """Phase of a resident request; plain ints, since enum look-ups cost on the hot path."""
 
     NONE = 0  # the slot holds no request
     PREFILL = 1
@@ -25,13 +24,13 @@ class Request:
     generate: Generate
     stop_ids: frozenset[int]
     max_len: int  # prompt and output tokens at which it ends
-    root: bytes  # root of its hash chain
     received_ns: int
     ids: NDArray[np.int32]  # confirmed tokens when it is not resident
     reply_to: str
     attempt: int
     slot: int = -1  # index into the table; -1: not resident
     epoch: int = 0
+    root: bytes = b""  # root of its hash chain
     points: list[int] = field(default_factory=list[int])  # grid points to keep in this prefill
     chain: list[bytes] = field(default_factory=list[bytes])
     output_point: bytes = b""  # key of its last point in the output
@@ -71,6 +70,14 @@ class Ended:
     request: Request  # `ids` holds the confirmed tokens
     terminal: Finished | Failed
     ended_ns: int
+
+    @property
+    def is_complete(self) -> bool:
+        """It has all the tokens it can ever have."""
+        return isinstance(self.terminal, Finished) and self.terminal.reason in (
+            FinishReason.STOP,
+            FinishReason.LENGTH,
+        )
 
 
 @dataclass(slots=True)

@@ -237,9 +237,9 @@ class Scheduler:
             state_blocks=message.num_state_blocks,
         )
         if group.ready and self.engine is None:
-            self._start_engine()
+            self._start_engine(now)
 
-    def _start_engine(self) -> None:
+    def _start_engine(self, now: int) -> None:
         """All ranks are loaded: fresh pools, and every request starts from its confirmed tokens."""
         capacities = [self.group.capacities[rank] for rank in range(self.group.ranks)]
         geometry = geometry_of(self.config, capacities)
@@ -260,6 +260,7 @@ class Scheduler:
         for rank, peer in sorted(self.group.peers.items()):
             if self.group.told[rank] != self.group.engine_epoch:
                 self._reset(rank, peer)  # it loaded while the epoch moved on
+        self.intake.recheck(now)
         for request in self.registry.live.values():
             self.engine.results.watch(request.stop_ids)
 
@@ -290,7 +291,7 @@ class Scheduler:
             if rank in group.loaded:
                 self._reset(rank, peer)
         if group.ready:
-            self._start_engine()
+            self._start_engine(now)
 
     def _reset(self, rank: int, peer: str) -> None:
         self.group.told[rank] = self.group.engine_epoch
@@ -402,12 +403,18 @@ class Scheduler:
         elif request.orphaned_ns and now - request.orphaned_ns >= self.config.orphan_s * 1e9:
             self.intake.abandon(request, now)
         elif self._overdue(request, now):
-            engine_down = self.engine is None or not self.group.ready
-            code = ErrorCode.ENGINE_RESTARTED if engine_down else ErrorCode.DEADLINE
-            detail = "the request made no progress before its deadline"
-            if engine_down:
-                detail = "the engine did not come back before the request's deadline"
-            registry.fail(request, code, detail, now, retry_after_s=5.0)
+            self._fail_overdue(request, now)
+
+    def _fail_overdue(self, request: Request, now: int) -> None:
+        unread = self.registry.confirmed_len(request) - request.prompt_len - request.acked
+        if unread >= self._max_unacked:
+            code, detail = ErrorCode.SLOW_CONSUMER, "the client does not take its tokens"
+        elif self.engine is None:
+            code = ErrorCode.ENGINE_RESTARTED
+            detail = "the engine did not come back before the request's deadline"
+        else:
+            code, detail = ErrorCode.DEADLINE, "the request made no progress before its deadline"
+        self.registry.fail(request, code, detail, now, retry_after_s=5.0)
 
     def _overdue(self, request: Request, now: int) -> bool:
         """Past the caller's deadline while it waits, or without progress for too long."""

@@ -182,9 +182,9 @@ class World:
                 if isinstance(action, Send):
                     self._trace("send", f"{action.peer} {type(action.message).__name__}")
                     self._post(action)
-            if self._check:
-                audit(self.core)
             self._write_externally()
+        if self._check:
+            audit(self.core)
 
     def _post(self, send: Send) -> None:
         message = send.message
