@@ -1,5 +1,6 @@
 """`deepmesh up`: the whole mesh on this machine, until Ctrl-C."""
 
+import re
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -58,13 +59,32 @@ def up(
 
 def progress(mesh: "Mesh") -> "RenderableType":
     """One line a process: what it is about to do, in the last words of its log."""
-    from rich.spinner import Spinner
     from rich.table import Table
     from rich.text import Text
 
     table = Table.grid(padding=(0, 2))
     for name, pid in mesh.pids.items():
-        words = " ".join(mesh.log_tail(name))[:100]
         state = f"pid {pid}" if pid else "starts again soon"
-        table.add_row(Spinner("dots"), name, Text(state, style="dim"), Text(words, style="dim"))
+        words = last_words(mesh.log_tail(name))
+        table.add_row(
+            name, Text(state, style="dim"), loading_bar(words) or Text(words, style="dim")
+        )
     return table
+
+
+def last_words(lines: list[str]) -> str:
+    """The text of the last log line, without time, level and process."""
+    return re.sub(r"^\S+Z +[A-Z]+ +\S+ ", "", lines[-1])[:60] if lines else ""
+
+
+def loading_bar(words: str) -> "RenderableType | None":
+    """A bar, if a process says that it is so far with something."""
+    from rich.columns import Columns
+    from rich.progress_bar import ProgressBar
+
+    match = re.fullmatch(r"(loading: .+) (\d+) of (\d+)", words)
+    if match is None:
+        return None
+    title, done, total = match.groups()
+    bar = ProgressBar(total=max(int(total), 1), completed=int(done), width=24)
+    return Columns([bar, f"{title} {done}/{total}"])

@@ -1,4 +1,4 @@
-"""Shows how far loading is: a bar on a terminal, a log line per stage elsewhere."""
+"""Shows how far loading is: a bar on a terminal, a log line per tenth of a stage elsewhere."""
 
 import logging
 import sys
@@ -17,13 +17,15 @@ class LoadDisplay:
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._stage = ""
+        self._tenth = 0  # of the stage, logged last
 
     def update(self, stage: str, done: int, total: int) -> None:
         """One more bit is there."""
         if not sys.stderr.isatty():
-            if stage != self._stage:
-                _log.info("loading: %s (%d)", stage, total)
-                self._stage = stage
+            tenth = 10 * done // max(total, 1)
+            if stage != self._stage or tenth > self._tenth:
+                _log.info("loading: %s %d of %d", stage, done, total)  # `deepmesh up` draws it
+                self._stage, self._tenth = stage, tenth
             return
         if self._bar is None:
             from rich.console import Console

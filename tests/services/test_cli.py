@@ -12,12 +12,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from deepmesh import __version__, checks
 from deepmesh.cli.app import app
 from deepmesh.cli.demo import Question, known_questions, shortened
 from deepmesh.cli.trace import bar, drawn
+from deepmesh.cli.up import last_words, loading_bar
 from deepmesh.client import ClientError
 from deepmesh.run_dir import MeshRecord, ProcessRecord, RunDir
 from deepmesh.waterfall import Span, TraceError, build
@@ -360,3 +362,14 @@ def test_an_answer_is_right_when_the_expected_words_stand_in_it(
 def test_long_prompts_are_shortened_in_the_middle() -> None:
     assert shortened("abc") == "abc"
     assert shortened("a" * 300 + "b" * 300, 20) == "aaaaaaaaaa … bbbbbbbbbb"
+
+
+def test_up_shows_the_last_words_of_a_log_and_a_bar_while_weights_load() -> None:
+    line = "2026-11-29T16:33:41.644Z INFO    executor-0-0 loading: layers 3 of 11"
+    assert last_words(["before", line]) == "loading: layers 3 of 11"
+    assert last_words(["Traceback"]) == "Traceback"
+    assert last_words([]) == ""
+    console = Console(width=80, record=True)
+    console.print(loading_bar("loading: layers 3 of 11"))
+    assert "loading: layers 3/11" in console.export_text()
+    assert loading_bar("layers 3 of 11") is None
