@@ -26,8 +26,9 @@ def imports(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            yield node.module or ""
+            package = path.parent.relative_to(ROOT).parts if node.level else ()
+            base = ".".join(package[: len(package) - node.level + 1])
+            yield ".".join(filter(None, (base, node.module)))
 
 
 def layer(path: Path) -> str:

@@ -1,0 +1,82 @@
+"""One real mesh with the model that ships, started once for all tests that only talk to it."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from deepmesh.supervisor import Mesh
+
+MODEL_FOLDER = Path(__file__).parents[2] / "models" / "tiny"
+CONFIG = f"""
+[mesh]
+name = "e2e"
+run_dir = "RUN_DIR"
+model = "{MODEL_FOLDER}"
+[gateway]
+port = 0
+[scheduler]
+audit = true
+"""
+
+
+class RunningMesh:
+    """What a test needs of a running mesh."""
+
+    def __init__(self, mesh: Mesh, config_path: Path) -> None:
+        self.mesh = mesh
+        self.url = mesh.url
+        self.model = "tiny"
+        self.config_path = config_path
+
+    def metrics(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+        """All samples of /metrics by (name, sorted labels)."""
+        text = httpx.get(self.url + "/metrics", timeout=10).text
+        return {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+    def total(self, name: str, **labels: str) -> float:
+        """The sum of a metric over all its label sets that contain `labels`."""
+        found = [
+            value
+            for (sample, have), value in self.metrics().items()
+            if sample == name and set(labels.items()) <= set(have)
+        ]
+        assert found, f"{name}{labels} is not in /metrics"
+        return sum(found)
+
+    def wait_total(self, name: str, value: float, timeout_s: float = 15, **labels: str) -> float:
+        """Wait until `total` is `value`; returns how long it took, s."""
+        start = time.monotonic()
+        while self.total(name, **labels) != value:
+            left = start + timeout_s - time.monotonic()
+            assert left > 0, f"{name}{labels} is {self.total(name, **labels)}, not {value}"
+        return time.monotonic() - start
+
+    def wait_idle(self) -> None:
+        """Wait until no request is left and every block is free or evictable."""
+        self.wait_total("deepmesh_requests_running", 0)
+        self.wait_total("deepmesh_requests_waiting", 0)
+        self.wait_total("deepmesh_inflight_tokens", 0)
+        for pool in ("global", "window", "state"):
+            total = self.total("deepmesh_blocks", pool=pool, state="total")
+            unused = sum(
+                self.total("deepmesh_blocks", pool=pool, state=state)
+                for state in ("free", "cached")
+            )
+            assert unused == total, f"{total - unused} blocks of pool {pool} leaked"
+
+
+@pytest.fixture(scope="session")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningMesh]:
+    folder = tmp_path_factory.mktemp("m")
+    path = folder / "mesh.toml"
+    path.write_text(CONFIG.replace("RUN_DIR", str(folder / "run")))
+    with Mesh(path) as mesh:
+        yield RunningMesh(mesh, path)
