@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 import socket
+import struct
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEADER_BYTES = 64 << 10
 ABORT = "deepmesh.abort"  # key in the scope: cuts the connection, unsent bytes are lost
+_NO_LINGER = struct.pack("ii", 1, 0)
 _VANISHED_S = 60  # a host that acknowledges nothing for so long is gone
 
 
@@ -43,7 +45,7 @@ class EdgeProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A new request on this connection."""
         super().on_message_begin()
-        self.scope[ABORT] = self.transport.abort  # type: ignore[typeddict-unknown-key]
+        self.scope[ABORT] = self._cut  # type: ignore[typeddict-unknown-key]
 
     def on_headers_complete(self) -> None:
         """The body may be larger; `BodyReader` bounds it."""
@@ -56,3 +58,11 @@ class EdgeProtocol(HttpToolsProtocol):
         """Whatever comes next is another request."""
         self._in_headers = True
         super().on_message_complete()
+
+    def _cut(self) -> None:
+        """Close without lingering: what the kernel still holds for this client is dropped, too."""
+        raw: socket.socket | None = self.transport.get_extra_info("socket")
+        if raw is not None:
+            with contextlib.suppress(OSError):
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+        self.transport.abort()

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import uvloop
@@ -72,7 +72,7 @@ class FakeTokenizer:
         self._outgoing: deque[AnyMessage] = deque()
         self._mail: queue.Queue[Mail | PeerUp] = queue.Queue()
         self._stopped = False
-        self._thread = threading.Thread(target=self._run)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
@@ -86,6 +86,8 @@ class FakeTokenizer:
 
     def kill(self) -> None:
         """Vanish without a word, as a killed process does."""
+        if self._stopped:
+            return
         self._stopped = True
         self._inbox.wake()
         self._thread.join()
@@ -98,6 +100,13 @@ class FakeTokenizer:
     def linked(self) -> None:
         """Wait for the gateway's link."""
         assert isinstance(self._mail.get(timeout=PATIENCE_S), PeerUp)
+
+    def expect_any(self, *kinds: type[M]) -> M:
+        """The next message, which must be of one of these kinds."""
+        event = self._mail.get(timeout=PATIENCE_S)
+        assert isinstance(event, Mail)
+        assert isinstance(event.message, kinds), event.message
+        return event.message
 
     def expect(self, kind: type[M], skip: type[AnyMessage] | None = None) -> M:
         """The next message, apart from those to skip; it must be of this kind."""
@@ -152,7 +161,7 @@ class GatewayThread:
         self.gateway = Gateway(config, "gateway-0")
         self.url = self.gateway.url
         self.port = int(self.url.rpartition(":")[2])
-        self._thread = threading.Thread(target=lambda: uvloop.run(self._run()))
+        self._thread = threading.Thread(target=lambda: uvloop.run(self._run()), daemon=True)
         self._started = threading.Event()
         self._thread.start()
         assert self._started.wait(PATIENCE_S)
@@ -172,14 +181,16 @@ class GatewayThread:
         assert not self._thread.is_alive()
 
 
-def make_config(tmp_path: Path, *, tokenizers: int = 1, **gateway: object) -> Config:
+def make_config(
+    tmp_path: Path, *, tokenizers: int = 1, slow_consumer_s: float = 60.0, **gateway: object
+) -> Config:
     """Short names: a unix socket's path has at most 107 bytes."""
     settings = msgspec.convert({"port": 0, **gateway}, GatewayConfig)
     return Config(
         mesh=MeshConfig(run_dir=str(tmp_path), served_model="tiny"),
         links=LINKS,
         gateway=settings,
-        tokenizer=TokenizerConfig(count=tokenizers),
+        tokenizer=TokenizerConfig(count=tokenizers, slow_consumer_s=slow_consumer_s),
     )
 
 
@@ -235,9 +246,9 @@ class Mesh:
 
 
 @contextmanager
-def running_mesh(tmp_path: Path, *, tokenizers: int = 1, **gateway: object) -> Iterator[Mesh]:
+def running_mesh(tmp_path: Path, *, tokenizers: int = 1, **settings: Any) -> Iterator[Mesh]:  # noqa: ANN401
     """A gateway that is linked to all its tokenizers."""
-    config = make_config(tmp_path, tokenizers=tokenizers, **gateway)
+    config = make_config(tmp_path, tokenizers=tokenizers, **settings)
     mesh = Mesh(config, [FakeTokenizer(config, index) for index in range(tokenizers)])
     try:
         for tokenizer in mesh.tokenizers:

@@ -294,7 +294,7 @@ def test_a_client_that_does_not_read_stalls_no_other_and_gets_no_credit(tmp_path
             assert client.getresponse().read() == b"data: quick\n\n"
 
         deaf.close()
-        while not isinstance(mail := mesh.tokenizer.expect(Cancel | Credit), Cancel):
+        while not isinstance(mail := mesh.tokenizer.expect_any(Cancel, Credit), Cancel):
             assert mail.num_events < 150
         assert mail.rid == stuck.rid
 
@@ -309,6 +309,24 @@ def test_a_client_too_far_behind_loses_its_stream_only(tmp_path: Path) -> None:
         response = http.client.HTTPResponse(deaf)
         response.begin()
         assert b"slow_consumer" in response.read()[-300:]  # the reason, if it reads after all
+
+
+def test_a_client_that_reads_nothing_for_too_long_is_cut_off(tmp_path: Path) -> None:
+    with running_mesh(tmp_path, slow_consumer_s=0.3) as mesh, deaf_client(mesh) as deaf:
+        stuck = mesh.tokenizer.expect(Submit)
+        for index in range(200):
+            mesh.tokenizer.events(stuck, index, bytes(65536))
+
+        assert mesh.tokenizer.expect(Cancel, skip=Credit).rid == stuck.rid
+        until(lambda: mesh.get("/load")[1] == b'{"server_load":0}')
+        with pytest.raises(ConnectionResetError):
+            read_on(deaf)
+
+
+def read_on(raw: socket.socket) -> None:
+    """To the end of the connection, which must not be an orderly one."""
+    while raw.recv(1 << 16):
+        pass
 
 
 def test_many_streams_at_once_keep_their_events_apart(mesh: Mesh) -> None:
