@@ -302,6 +302,11 @@ class FakeGateway(FakePeer):
         self.stage.until(lambda: bool(reply.ends), "the end of a reply")
         return reply
 
+    @property
+    def stats(self) -> ServiceStats:
+        """The tokenizer's last heartbeat."""
+        return self.endpoint.peer.stats if self.endpoint.peer is not None else ServiceStats()
+
     def events(self, rid: bytes, count: int) -> list[bytes]:
         """The first `count` events, as soon as they are there."""
         reply = self.replies[rid]

@@ -78,7 +78,7 @@ class Book:
         flags = 0 if request.is_admitted else DELTA_ADMITTED
         request.is_admitted = True
         delta = request.add_events(events, flags)
-        if delta is not None:
+        if delta is not None and not request.orphaned_at:  # an orphan's gateway will ask
             self._outbox.delta(request.gateway, delta)
 
     def send_again(self, request: Request, next_event: int) -> None:
@@ -128,7 +128,8 @@ class Book:
         request.end = end
         request.ended_at = clock.now
         self._ended[request.rid] = None
-        self._outbox.add(ToGateway(request.gateway, end))
+        if not request.orphaned_at:
+            self._outbox.add(ToGateway(request.gateway, end))
         if (span := detokenize_span(request, clock.wall_ns)) is not None:
             self._outbox.add(span)
         if len(self._ended) > MAX_KEPT:

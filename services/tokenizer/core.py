@@ -117,8 +117,9 @@ class Core:
     def scheduler_down(self, name: str, clock: Clock) -> None:
         """Its requests go on elsewhere, or with it when it is back."""
         for request in self._upstream.down(name, self._book.live):
-            patience = clock.now + self._config.gateway.deadline_s
-            request.give_up_at = max(request.give_up_at, patience)
+            if request.was_accepted:  # else its first deadline stands
+                patience = clock.now + self._config.gateway.deadline_s
+                request.give_up_at = max(request.give_up_at, patience)
             self._continue(request, clock)
 
     def scheduler_mail(self, message: AnyMessage, stamps: Stamps, clock: Clock) -> None:

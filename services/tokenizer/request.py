@@ -128,7 +128,9 @@ class Request:
 
     def credit(self, num_events: int) -> None:
         """The client has taken events below `num_events`: forget them."""
-        self.credited = max(self.credited, min(num_events, self.next_event))
+        if num_events > self.credited:
+            self.credited = min(num_events, self.next_event)
+            self.stuck_since = 0.0
         while self.first_kept < self.credited and self.events:
             self.events.popleft()
             self.first_kept += 1

@@ -52,7 +52,10 @@ def read_settings(protocol: str, body: Json, vocab_size: int, *, stream: bool) -
             f"`min_tokens` is {min_tokens}, more than `{name}`, {max_tokens}.", "min_tokens"
         )
     salt = body.get("cache_salt")
-    usage_chunk, usage_each = _usage_wishes(body, stream=stream)
+    has_usage_chunks = protocol in ("chat", "completions")
+    usage_chunk, usage_each = (
+        _usage_wishes(body, stream=stream) if has_usage_chunks else (False, False)
+    )
     return Settings(
         sampling=_sampling(body, vocab_size),
         seed=integer(body, "seed", 0, MAX_SEED),

@@ -51,12 +51,16 @@ class Running:
         self._thread.start()
         assert self._ready.wait(10)
 
-    def stop(self, within_s: float = 0.0) -> None:
-        """Drain for at most `within_s`, then end."""
+    def ask_to_stop(self, within_s: float) -> None:
+        """Drain for at most `within_s`, then end; as SIGTERM does."""
+        assert self._loop is not None
+        assert self.service is not None
+        self._loop.call_soon_threadsafe(self.service.stop, within_s)
+
+    def stop(self) -> None:
+        """End now."""
         if self._thread.is_alive():
-            assert self._loop is not None
-            assert self.service is not None
-            self._loop.call_soon_threadsafe(self.service.stop, within_s)
+            self.ask_to_stop(0.0)
             self._thread.join(10)
         assert not self._thread.is_alive()
 
