@@ -14,7 +14,7 @@ def route(
     chosen / (their sum + 1e-20) · scaling.
 
     Args:
-        scores: router logits, [num_tokens, num_experts], float32, no NaN.
+        scores: router logits, [num_tokens, num_experts], float32; a NaN row gets NaN weights.
         bias: [num_experts], float32: balances load, enters the choice only.
     Returns:
         expert_ids: [num_tokens, top_k], int64, ascending; a tie goes to the lower id.

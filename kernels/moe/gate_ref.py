@@ -10,7 +10,9 @@ def route_ref(
     scores: Tensor, bias: Tensor, top_k: int, scaling: float, temperature: float
 ) -> tuple[Tensor, Tensor]:
     affinity = softplus_ref(scores / temperature).sqrt_()
-    expert_ids = mask_to_indices_ref(top_k_mask_ref(affinity + bias, top_k), top_k)
+    # A token whose numbers are not finite still needs experts; its weights stay NaN.
+    choice = (affinity + bias).nan_to_num_(nan=0.0)
+    expert_ids = mask_to_indices_ref(top_k_mask_ref(choice, top_k), top_k)
     chosen = affinity.gather(1, expert_ids)
     total = chosen[:, :1].clone()
     for slot in range(1, top_k):  # plain additions in a fixed order

@@ -1,15 +1,16 @@
 """Draws one token per row: filters, then the maximum of logits plus scaled Gumbel noise."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.sampling.gumbel_noise import gumbel_noise
-from kernels.sampling.order_key import key_ids, order_key
 from kernels.sampling.philox import PURPOSE_SAMPLE
 
-SHORT_LIST = 512  # most top-p sets are smaller; only rows that need more are sorted whole
+CHUNK_ROWS = 16  # keeps what is made on the way in the cache
 
 
 class Draws(NamedTuple):
@@ -43,13 +44,10 @@ def sample_tokens(logits: Tensor, draws: Draws) -> Tensor:
     _check(logits, draws)
     scores = logits.clone()
     hot = draws.temperature > 0
-    filtered = (draws.top_k > 0) | (draws.top_p < 1) | (draws.min_p > 0)
-    rows = torch.nonzero(hot & filtered).flatten()
-    if len(rows):
-        allowed = _allowed(logits[rows], Draws(*(values[rows] for values in draws)))
-        scores[rows] = scores[rows].masked_fill_(~allowed, float("-inf"))
-    rows = torch.nonzero(hot).flatten()
-    if len(rows):
+    filtered = hot & ((draws.top_k > 0) | (draws.top_p < 1) | (draws.min_p > 0))
+    for rows in _chunks(filtered):
+        scores[rows] = _filter(logits[rows], Draws(*(values[rows] for values in draws)))
+    for rows in _chunks(hot):
         noise = _noise(Draws(*(values[rows] for values in draws)), logits.shape[1])
         scores[rows] += noise.to(logits.device) * draws.temperature[rows, None]
     return scores.argmax(dim=1)  # the first of equals
@@ -65,6 +63,11 @@ def _check(logits: Tensor, draws: Draws) -> None:
             raise ValueError(f"draws.{name}: {list(values.shape)} for {logits.shape[0]} rows")
 
 
+def _chunks(chosen: Tensor) -> Sequence[Tensor]:
+    rows = torch.nonzero(chosen).flatten()
+    return rows.split(CHUNK_ROWS) if len(rows) else ()
+
+
 def _noise(draws: Draws, num_ids: int) -> Tensor:
     keys = zip(draws.seed.tolist(), draws.sub_index.tolist(), draws.position.tolist(), strict=True)
     return torch.stack(
@@ -75,36 +78,34 @@ def _noise(draws: Draws, num_ids: int) -> Tensor:
     )
 
 
-def _allowed(logits: Tensor, draws: Draws) -> Tensor:
-    """Which ids the filters of each row keep, [rows, num_ids]."""
-    num_ids = logits.shape[1]
-    keys = order_key(logits)
-    shifted = (logits - logits.amax(dim=1, keepdim=True)).double()
-    weights = (shifted / draws.temperature[:, None]).exp()  # the best id weighs 1
-    allowed = weights >= draws.min_p[:, None]
-    top_k = torch.where(draws.top_k > 0, draws.top_k, num_ids).clamp(max=num_ids)[:, None]
-    rows = torch.nonzero(top_k[:, 0] < num_ids).flatten()
-    if len(rows):
-        best = keys[rows].topk(int(top_k[rows].max()), dim=1).values
-        allowed[rows] &= keys[rows] >= best.gather(1, top_k[rows] - 1)
-    rows = torch.nonzero(draws.top_p < 1).flatten()
-    if len(rows):
-        kept = weights[rows] * allowed[rows]
-        allowed[rows] &= keys[rows] >= _nucleus_end(keys[rows], kept, draws.top_p[rows, None])
-    return allowed
+def _filter(logits: Tensor, draws: Draws) -> Tensor:
+    """The logits with -inf for all ids that the row's filters drop."""
+    best = logits.amax(dim=1, keepdim=True)
+    ranked = _descending(logits)
+    weights = ((ranked - best).double() / draws.temperature[:, None]).exp()  # the best weighs 1
+    rank = torch.arange(logits.shape[1], device=logits.device)
+    top_k = torch.where(draws.top_k > 0, draws.top_k, logits.shape[1])[:, None]
+    weights = weights.masked_fill((weights < draws.min_p[:, None]) | (rank >= top_k), 0.0)
+    mass = weights.cumsum(dim=1)
+    bound = draws.top_p[:, None].double() * mass[:, -1:]
+    reaching = (mass < bound).sum(dim=1, keepdim=True) + 1  # the smallest set that reaches it
+    left = (weights > 0).sum(dim=1, keepdim=True)
+    return _keep_best(logits, ranked, torch.where(draws.top_p[:, None] < 1, reaching, left))
 
 
-def _nucleus_end(keys: Tensor, weights: Tensor, top_p: Tensor) -> Tensor:
-    """The key of the last id of the smallest set of best ids that holds `top_p` of the weight.
+def _descending(logits: Tensor) -> Tensor:
+    """Each row sorted; on the CPU by numpy, 10 to 50 times as fast as torch there."""
+    if logits.is_cuda:
+        return logits.sort(dim=1, descending=True).values
+    return torch.from_numpy(-np.sort(-logits.numpy(), axis=1))
 
-    The sums over a short list and over a full one are made in the same order, so that a row
-    gets the same bits whichever list its batch mates ask for.
-    """
-    bound = top_p.double() * weights.sum(dim=1, keepdim=True)
-    best = keys.topk(min(SHORT_LIST, keys.shape[1]), dim=1).values
-    mass = weights.gather(1, key_ids(best)).cumsum(dim=1)
-    if bool((mass[:, -1:] < bound).any()):
-        best = keys.sort(dim=1, descending=True).values
-        mass = weights.gather(1, key_ids(best)).cumsum(dim=1)
-    count = (mass < bound).sum(dim=1, keepdim=True).clamp_(max=best.shape[1] - 1)
-    return best.gather(1, count)
+
+def _keep_best(logits: Tensor, ranked: Tensor, count: Tensor) -> Tensor:
+    """Keep the `count` [rows, 1] best ids of each row; the lower ids of those that tie."""
+    last = ranked.gather(1, (count - 1).clamp(max=logits.shape[1] - 1))
+    above, level = logits > last, logits == last
+    room = count - above.sum(dim=1, keepdim=True)
+    tied = torch.nonzero((level.sum(dim=1, keepdim=True) > room)[:, 0]).flatten()
+    if len(tied):
+        level[tied] &= level[tied].cumsum(dim=1) <= room[tied]
+    return logits.masked_fill(~(above | level), float("-inf"))

@@ -71,7 +71,7 @@ class ModelEngine:
             bytes_per_block=KvCache.float_bytes_per_block(model),
             memory_bytes=int(memory * POOL_SHARE),
         )
-        self._cache = KvCache(
+        self.cache = KvCache(
             model,
             capacity.num_global_blocks,
             capacity.num_window_blocks,
@@ -84,9 +84,9 @@ class ModelEngine:
         for op in ops:
             match op.kind:
                 case OpKind.COPY:
-                    self._cache.copy_block(op.pool, op.src, op.dst)
+                    self.cache.copy_block(op.pool, op.src, op.dst)
                 case OpKind.ZERO:
-                    self._cache.zero_block(op.pool, op.dst)
+                    self.cache.zero_block(op.pool, op.dst)
 
     @torch.inference_mode()
     def compute(self, live: LiveRows, slots: SlotTable) -> Sampled:
@@ -96,7 +96,7 @@ class ModelEngine:
             self._threads_set = True
         rows = [self._row(live, slots, i) for i in range(len(live.rows))]
         batch = StepBatch.build(rows, self._model.config.context_ids)
-        output = self._model.forward(batch, self._cache)
+        output = self._model.forward(batch, self.cache)
         asking = np.flatnonzero(live.samples)
         if not len(asking):
             return spread(None, asking, len(rows))

@@ -1,7 +1,6 @@
 """What the device keeps of each request, by slot: stable arrays that rows of steps point into.
 
-Only the device stream's thread touches them, in step order; the exception is `cancel`, which
-may come early from anywhere.
+Only the device stream's thread touches them, in step order.
 """
 
 from typing import NamedTuple
@@ -16,11 +15,11 @@ from deepmesh.wire.messages import (
     OpKind,
     Pool,
     RowMode,
-    RowSource,
     SlotInit,
 )
 from deepmesh.wire.packed import RESULT, unpack_ids
 from services.executor.interface import LiveRows, Sampled
+from services.executor.row_checks import check_owners, check_rows
 
 UNWRITTEN = -1  # in token and block tables: reading it is a bug that `resolve` names
 PAGED = (Pool.GLOBAL, Pool.WINDOW)
@@ -61,7 +60,8 @@ class SlotTable:
         self.tokens = np.empty((num, max_len), np.int32)
         self.tables = {pool: np.empty((num, num_blocks), np.int32) for pool in PAGED}
         self.requests: list[Request | None] = [None] * num
-        self._cancelled: dict[int, tuple[int, int]] = {}  # slot -> (rid, epoch)
+        self._cancel_rid = np.zeros(num, np.uint64)  # rows of (rid, epoch) are null rows
+        self._cancel_epoch = np.full(num, 0xFFFFFFFF, np.uint32)
 
     @property
     def num_open(self) -> int:
@@ -123,7 +123,8 @@ class SlotTable:
 
     def cancel(self, slot: int, rid: int, epoch: int) -> None:
         """Rows of this request and epoch that have not begun become null rows."""
-        self._cancelled[slot] = (rid, epoch)
+        if slot < len(self.rid):
+            self._cancel_rid[slot], self._cancel_epoch[slot] = rid, epoch
 
     def fail(self, rows: NDArray[np.void]) -> None:
         """A step broke off: what its rows left behind cannot be built on."""
@@ -149,13 +150,12 @@ class SlotTable:
     def resolve(self, rows: NDArray[np.void]) -> LiveRows:
         """The rows (packed.ROW) that compute something, with the starts that only we know."""
         index = np.flatnonzero(rows["mode"] != RowMode.DUMMY)
-        self._check_owner(rows, index)
+        check_owners(self, rows, index)
         slots = rows["slot"][index].astype(np.int64)
-        assert len(np.unique(slots)) == len(slots), "two rows of a step share a slot"
-        alive = ~self.done[slots]
-        for i, slot in enumerate(slots.tolist()):
-            if self._cancelled.get(slot) == (int(self.rid[slot]), int(self.epoch[slot])):
-                alive[i] = False
+        cancelled = (self._cancel_rid[slots] == self.rid[slots]) & (
+            self._cancel_epoch[slots] == self.epoch[slots]
+        )
+        alive = ~self.done[slots] & ~cancelled
         index, slots = index[alive], slots[alive]
         live = LiveRows(
             rows=index,
@@ -164,44 +164,8 @@ class SlotTable:
             counts=rows["q"][index].astype(np.int64),
             samples=rows["sample"][index] != 0,
         )
-        for i in range(len(index)):
-            self._check_row(rows[index[i]], live, i)
+        check_rows(self, rows, live)
         return live
-
-    def _check_owner(self, rows: NDArray[np.void], index: NDArray[np.int64]) -> None:
-        """Every row names a slot that holds its request (slot, generation, rid, epoch)."""
-        for i in index.tolist():
-            row = rows[i]
-            slot = int(row["slot"])
-            assert slot < len(self.rid), f"row {i}: slot {slot} of {len(self.rid)}"
-            assert self.is_open[slot], f"row {i}: slot {slot} is empty"
-            held = (self.rid[slot], self.epoch[slot], self.gen[slot])
-            assert held == (row["rid"], row["epoch"], row["gen"]), (
-                f"row {i}: slot {slot} holds (rid, epoch, gen) {[int(x) for x in held]}, "
-                f"not {[int(row[k]) for k in ('rid', 'epoch', 'gen')]}"
-            )
-
-    def _check_row(self, row: NDArray[np.void], live: LiveRows, i: int) -> None:
-        """The row's source, position, ids and blocks are there."""
-        slot, start = int(live.slots[i]), int(live.starts[i])
-        end, total = start + int(live.counts[i]), int(self.total_len[slot])
-        name = f"row {int(live.rows[i])} (slot {slot}, positions {start} to {end})"
-        assert row["mode"] != RowMode.VERIFY, f"{name}: drafts are not known here"
-        assert start < end <= total, f"{name}: {total} ids are known"
-        assert not live.samples[i] or end == total, f"{name}: samples before its last id"
-        assert not row["grammar"], f"{name}: grammars are not known here"
-        if row["source"] == RowSource.HOST:
-            assert row["start_lo"] == start, f"{name}: told to start at {int(row['start_lo'])}"
-        else:
-            made, told = int(self.producer_step[slot]), int(row["producer_step"])
-            assert made == told, f"{name}: input is of step {made}, not {told}"
-            assert row["start_lo"] <= start <= row["start_hi"], f"{name}: not within its bounds"
-        reach = {Pool.GLOBAL: 0, Pool.WINDOW: max(0, start - self.capacity.window + 1)}
-        for pool, table in self.tables.items():
-            blocks = table[slot, reach[pool] // self.block_size : -(-end // self.block_size)]
-            assert (blocks >= 0).all(), f"{name}: lacks a {pool.name} block"
-        ids = self.tokens[slot, start:end]
-        assert (ids >= 0).all(), f"{name}: reads an id that was never written"
 
     def settle(
         self, rows: NDArray[np.void], live: LiveRows, sampled: Sampled, step_id: int

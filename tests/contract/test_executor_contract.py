@@ -1,6 +1,5 @@
 """What every executor does, whatever computes its tokens."""
 
-import re
 import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -37,7 +36,7 @@ SAMPLED = SamplingParams(temperature=0.9, top_p=0.95)
 
 
 def order(epoch: int = 1) -> Load:
-    return Load(epoch, rank=0, ranks=1, model=str(MODEL), numerics="fp32")
+    return Load(epoch, rank=0, ranks=1, model=str(MODEL), numerics="bf16")
 
 
 @pytest.fixture(scope="module", params=["fake", "model"])
@@ -127,32 +126,32 @@ def test_the_watermark_never_moves_back(new_host: Callable[..., Host]) -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_tokens_feed_the_next_step_on_the_device(new_host: Callable[..., Host], depth: int) -> None:
     ids = prompt(40)
-    expected = alone(new_host, ids, 12, sampling=SAMPLED, seed=3)
+    expected = alone(new_host, ids, 6, sampling=SAMPLED, seed=3)
     host = new_host(seed=depth)
-    request = host.admit(ids, 12, sampling=SAMPLED, seed=3)
+    request = host.admit(ids, 6, sampling=SAMPLED, seed=3)
     host.run(request, depth=depth)
     assert request.output == expected.output
     assert request.logprobs == expected.logprobs
-    assert len(request.output) == 12
+    assert len(request.output) == 6
     assert request.done == DoneReason.LENGTH
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64, 100])
+@pytest.mark.parametrize("chunk", [13, 64, 100])
 def test_no_split_of_a_prompt_changes_tokens(new_host: Callable[..., Host], chunk: int) -> None:
-    ids = prompt(150)
-    expected = alone(new_host, ids, 6, sampling=SAMPLED)
+    ids = prompt(130)
+    expected = alone(new_host, ids, 4, sampling=SAMPLED)
     host = new_host(seed=chunk)
-    request = host.admit(ids, 6, sampling=SAMPLED)
+    request = host.admit(ids, 4, sampling=SAMPLED)
     host.run(request, chunk=chunk)
     assert (request.output, request.logprobs) == (expected.output, expected.logprobs)
 
 
 def test_neither_batch_mates_nor_slots_change_tokens(new_host: Callable[..., Host]) -> None:
-    prompts = [prompt(length, length) for length in (5, 33, 70, 129)]
-    expected = [alone(new_host, ids, 8, sampling=SAMPLED, seed=i) for i, ids in enumerate(prompts)]
+    prompts = [prompt(length, length) for length in (5, 33, 129)]
+    expected = [alone(new_host, ids, 5, sampling=SAMPLED, seed=i) for i, ids in enumerate(prompts)]
     for seed in (1, 2):
         host = new_host(seed=seed)
-        together = [host.admit(ids, 8, sampling=SAMPLED, seed=i) for i, ids in enumerate(prompts)]
+        together = [host.admit(ids, 5, sampling=SAMPLED, seed=i) for i, ids in enumerate(prompts)]
         mixed = together if seed == 1 else together[::-1]
         host.run(*mixed, chunk=50, depth=seed + 1)
         assert [r.output for r in together] == [r.output for r in expected]
@@ -232,12 +231,12 @@ def test_a_slot_serves_the_next_request(new_host: Callable[..., Host]) -> None:
 def test_a_recomputed_request_goes_on_with_the_same_tokens(new_host: Callable[..., Host]) -> None:
     ids = prompt(30)
     penalised = SamplingParams(temperature=0.8, presence_penalty=1.0, frequency_penalty=0.5)
-    expected = alone(new_host, ids, 10, sampling=penalised)
+    expected = alone(new_host, ids, 6, sampling=penalised)
     host = new_host(seed=4)
-    request = host.admit(ids + expected.output[:4], 10, prompt_len=30, sampling=penalised)
+    request = host.admit(ids + expected.output[:3], 6, prompt_len=30, sampling=penalised)
     host.run(request, chunk=13)
-    assert request.output == expected.output[4:]
-    assert request.logprobs == expected.logprobs[4:]
+    assert request.output == expected.output[3:]
+    assert request.logprobs == expected.logprobs[3:]
 
 
 def copy_ops(source: dict[Pool, list[int]], copies: dict[Pool, list[int]], after: bool) -> list:
@@ -309,7 +308,7 @@ def test_reset_abandons_steps_and_keeps_the_weights(
     expected = alone(new_host, prompt(90), 5)
     host = new_host()
     request = host.admit(prompt(90, 3), 40)
-    for _ in range(20):
+    for _ in range(6):
         host.submit(host.row(request))
     host.take()
     epoch = next(_epochs)
@@ -349,9 +348,10 @@ def broken(row: np.void, **fields: int) -> np.void:
     ("fields", "text"),
     [
         ({"slot": 4000}, "slot 4000"),
-        ({"gen": 77}, "generation|gen"),
-        ({"rid": 5}, "rid"),
-        ({"producer_step": 1}, "not 1"),
+        ({"gen": 77}, "generation 77"),
+        ({"rid": 5}, "rid 5"),
+        ({"epoch": 9}, "epoch 9"),
+        ({"producer_step": 1}, "producer step"),
         ({"start_lo": 500, "start_hi": 501}, "bounds"),
         ({"mode": RowMode.VERIFY}, "drafts"),
         ({"grammar": 1}, "grammars"),
@@ -371,7 +371,7 @@ def test_a_wrong_row_fails_its_step_and_is_named(
     assert result.status == StepStatus.ERROR
     assert result.gpu_done == result.step_id
     assert "row 0" in result.error
-    assert re.search(text, result.error)
+    assert text in result.error
     assert result_rows(result)["num_tokens"].tolist() == [0]
     host.submit(host.row(other))
     assert host.take().status == StepStatus.OK
@@ -438,9 +438,9 @@ def test_logprobs_come_for_those_who_ask(new_host: Callable[..., Host]) -> None:
 
 def test_submit_returns_at_once(new_host: Callable[..., Host]) -> None:
     host = new_host()
-    requests = [host.admit(prompt(120, i), 30) for i in range(8)]
+    requests = [host.admit(prompt(60, i), 30) for i in range(4)]
     for _ in range(3):
-        host.submit(*(host.row(r, 40) for r in requests))
+        host.submit(*(host.row(r, 20) for r in requests))
     assert len(host.in_flight) == 3
     first = host.take()
     assert first.times.queue_depth == 0

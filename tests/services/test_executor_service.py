@@ -202,7 +202,7 @@ def test_a_model_that_is_not_there_ends_the_service_with_its_path(tmp_path: Path
         remote.wait_connected()
         remote.send(Load(1, rank=0, ranks=1, model=str(tmp_path / "nowhere"), numerics="fp32"))
         run.join()
-        assert "nowhere/config.json" in str(run.error)
+        assert "/nowhere" in str(run.error)
 
 
 def step(epoch: int, step_id: int) -> SubmitStep:
