@@ -144,6 +144,9 @@ def check_mesh(config: Config) -> Iterator[Check]:
         record = None
     elif run_dir.exists() and not os.access(run_dir, os.W_OK):
         yield Check("run folder", "fail", f"{run_dir}: not writable", "set mesh.run_dir")
+    elif record is None and (sockets := sorted(run_dir.glob("*.sock"))):
+        found = f"{run_dir}: {', '.join(path.name for path in sockets)}, and no mesh"
+        yield Check("run folder", "warn", found, "served by hand, or left over: then remove them")
     else:
         yield Check("run folder", "ok", str(run_dir))
     if record is None:

@@ -290,6 +290,15 @@ def test_doctor_tells_a_killed_mesh_from_a_running_one(tmp_path: Path) -> None:
     assert found["mesh"]["found"] == "not running"
 
 
+def test_doctor_sees_sockets_without_a_mesh(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "tokenizer-0.sock").touch()
+    code, found = findings("--config", str(path))
+    assert (code, found["run folder"]["state"]) == (0, "warn")
+    assert "tokenizer-0.sock" in found["run folder"]["found"]
+
+
 def test_doctor_for_people_says_what_to_do_next(tmp_path: Path) -> None:
     result = RUN.invoke(app, ["doctor", "--config", str(write_config(tmp_path))])
     assert "→ deepmesh up" in result.output
