@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from deepmesh.errors import UserError
-from deepmesh.telemetry import SPAN_HOP, SPAN_REQUEST, parse_traceparent, trace_id_of
+from deepmesh.telemetry import SPAN_HOP, SPAN_REQUEST, SPAN_STEP, parse_traceparent, trace_id_of
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -74,7 +74,10 @@ def read_spans(folder: Path) -> Iterator[Span]:
 
 
 def find_trace(spans: Iterable[Span], wanted: str) -> list[Span]:
-    """The spans of one trace: `last` request, trace id or its beginning, or a request id.
+    """The spans of one trace.
+
+    Args:
+        wanted: `last` (request), `step:N`, a trace id or its beginning, or a request id.
 
     Raises:
         TraceError: nothing fits, or more than one does.
@@ -89,6 +92,8 @@ def find_trace(spans: Iterable[Span], wanted: str) -> list[Span]:
         if not requests:
             raise TraceError("no request has ended yet")
         return by_trace[max(requests, key=lambda span: span.start_ns).trace_id]
+    if wanted.startswith("step:"):
+        return by_trace[_step(by_trace, wanted.removeprefix("step:")).trace_id]
     wanted = _id_of(wanted)
     start = wanted.lower()
     found = [t for t, group in by_trace.items() if t.startswith(start) or _labelled(group, wanted)]
@@ -96,6 +101,19 @@ def find_trace(spans: Iterable[Span], wanted: str) -> list[Span]:
         what = "no trace" if not found else f"{len(found)} traces"
         raise TraceError(f"{what} of {len(by_trace)} on file match {wanted!r}")
     return by_trace[found[0]]
+
+
+def _step(by_trace: dict[str, list[Span]], number: str) -> Span:
+    """The root of a group step; a restarted scheduler counts anew, the latest is meant."""
+    found = [
+        span
+        for group in by_trace.values()
+        for span in group
+        if span.name == SPAN_STEP and str(span.attributes.get("step")) == number
+    ]
+    if not found:
+        raise TraceError(f"no group step {number} is on file")
+    return max(found, key=lambda span: span.start_ns)
 
 
 def _id_of(wanted: str) -> str:

@@ -19,7 +19,7 @@ MAX_HOPS_DRAWN = 3  # of one message type in a row; a stream has hundreds
 
 def trace(
     wanted: Annotated[
-        str, typer.Argument(help="`last`, a trace id or its beginning, or a request id.")
+        str, typer.Argument(help="`last`, a trace id or its beginning, a request id, or step:N.")
     ] = "last",
     config: ConfigOption = None,
     run_dir: Annotated[

@@ -89,7 +89,8 @@ def spans_of_two() -> list[Span]:
     return [
         span("request", 5, 6, attributes=labelled),
         span("request", 9, 11, trace_id=B),
-        span("group step", 20, 21, trace_id="c" * 32),
+        span("group step", 20, 21, trace_id="c" * 32, attributes={"step": 4}),
+        span("group step", 30, 31, trace_id="d" * 32, attributes={"step": 4}),
     ]
 
 
@@ -103,6 +104,7 @@ def spans_of_two() -> list[Span]:
         (f"00-{B}-{'1' * 16}-01", B),
         ("req_7", A),
         ("0f", A),
+        ("step:4", "d" * 32),
     ],
 )
 def test_a_trace_is_found_by_what_a_user_has(wanted: str, found: str) -> None:
@@ -111,7 +113,11 @@ def test_a_trace_is_found_by_what_a_user_has(wanted: str, found: str) -> None:
 
 @pytest.mark.parametrize(
     ("wanted", "text"),
-    [("a", "2 traces of 3 on file match 'a'"), ("f00", "no trace of 3 on file match")],
+    [
+        ("a", "2 traces of 4 on file match 'a'"),
+        ("f00", "no trace of 4 on file match"),
+        ("step:5", "no group step 5"),
+    ],
 )
 def test_what_is_not_found_or_not_unique_is_said(wanted: str, text: str) -> None:
     with pytest.raises(TraceError, match=text):
