@@ -28,7 +28,7 @@ class Traces:
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._lengths: OrderedDict[int, int] = OrderedDict()  # group step -> ns
-        self._hops: dict[int, list[tuple[int, int, StepResult]]] = {}  # unresolved steps
+        self._hops: dict[int, list[tuple[Mail, StepResult]]] = {}  # unresolved steps
 
     def hop(self, mail: Mail) -> None:
         """The way of a message over the wire."""
@@ -43,7 +43,7 @@ class Traces:
                 step = group_step_of(result.step_id)
                 if len(self._hops) > MAX_HOPS:
                     self._hops.clear()  # late results of abandoned steps
-                self._hops.setdefault(step, []).append((mail.sent_ns, mail.received_ns, result))
+                self._hops.setdefault(step, []).append((mail, result))
             case _:
                 return
 
@@ -62,18 +62,22 @@ class Traces:
             },
             error=step.error,
         )
-        for sent_ns, received_ns, result in self._hops.pop(step.group_step, []):
-            rank: dict[str, str | int | float | bool] = {"rank": result.rank}
-            if result.times.begin_ns:
-                self._tracer.record(
-                    SPAN_FORWARD, own, result.times.begin_ns, result.times.end_ns, rank
-                )
-            self._tracer.record(
-                SPAN_HOP, own, sent_ns, received_ns, rank | {"message": "StepResult"}
-            )
+        for mail, result in self._hops.pop(step.group_step, []):
+            self._rank(own, step, mail, result)
         self._lengths[step.group_step] = step.applied_ns - step.planned_ns
         while len(self._lengths) > KEPT_STEPS:
             self._lengths.popitem(last=False)
+
+    def _rank(self, own: str, step: StepEnded, mail: Mail, result: StepResult) -> None:
+        """One rank's part of a group step: the way there, the forward, the way back."""
+        times, executor = result.times, mail.peer.name
+        if times.begin_ns:
+            submit = {"rank": result.rank, "message": "SubmitStep", "to": executor}
+            self._tracer.record(SPAN_HOP, own, step.planned_ns, times.received_ns, submit)
+            forward = {"rank": result.rank}
+            self._tracer.record(SPAN_FORWARD, own, times.begin_ns, times.end_ns, forward)
+        back = {"rank": result.rank, "message": "StepResult", "from": executor}
+        self._tracer.record(SPAN_HOP, own, mail.sent_ns, mail.received_ns, back)
 
     def request(self, ended: RequestEnded) -> None:
         """Queue, prefill and decode of a request, as far as it came."""

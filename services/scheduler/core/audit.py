@@ -29,17 +29,19 @@ def audit(core: Scheduler) -> None:
     Raises:
         AuditError: the core is wrong, whatever the input was.
     """
-    _requests(core)
     engine = core.engine
+    residents = engine.residents() if engine else []
+    _requests(core, residents)
     if engine is None:
         _require(not core.group.unresolved, "I13 steps in flight without an engine")
         return
-    for request in engine.residents():
-        _counters(engine, request)
-        _tables(engine, request)
-    _inflight(engine, list(core.group.unresolved), core.config.depth)
+    steps = list(core.group.unresolved)
+    if residents:
+        _counters(engine, residents)
+        _tables(engine, residents)
+    _inflight(engine, steps, core.config.depth)
     for rank in range(len(engine.memories)):
-        _memory(engine, list(core.group.unresolved), rank)
+        _memory(engine, steps, rank)
     _quiescence(core, engine)
 
 
@@ -48,71 +50,70 @@ def _require(holds: bool | np.bool_, text: str) -> None:
         raise AuditError(text)
 
 
-def _requests(core: Scheduler) -> None:
+def _requests(core: Scheduler, residents: list[Request]) -> None:
     """I19 bookkeeping: a request is live in exactly one place, or ended, never both."""
-    live = core.registry.live
-    waiting = list(core.waiting)
-    residents = core.engine.residents() if core.engine else []
-    ids = Counter(request.rid for request in [*waiting, *residents])
-    _require(all(count == 1 for count in ids.values()), "I19 a request is in two places")
-    _require(
-        {request.rid for request in live.values()} == set(ids), "I19 live requests are misplaced"
-    )
+    live, waiting = core.registry.live, list(core.waiting)
+    ids = [request.rid for request in (*waiting, *residents)]
+    _require(len(set(ids)) == len(ids), "I19 a request is in two places")
+    _require({r.rid for r in live.values()} == set(ids), "I19 live requests are misplaced")
     _require(not live.keys() & core.registry.ended.keys(), "I19 a request is live and ended")
-    _require(waiting == sorted(waiting, key=lambda r: r.order), "I25 the queue is out of order")
+    order = [request.order for request in waiting]
+    _require(order == sorted(order), "I25 the queue is out of order")
     total = sum(len(request.ids) for request in waiting)
     _require(core.waiting.num_tokens == total, "I28 waiting tokens are miscounted")
-    for request in waiting:
-        _require(
-            request.slot < 0 and request.deferred_state < 0, "I16 a waiting request has leases"
-        )
+    leased = any(request.slot >= 0 or request.deferred_state >= 0 for request in waiting)
+    _require(not leased, "I16 a waiting request has leases")
 
 
-def _counters(engine: Engine, request: Request) -> None:
-    table, geometry, i = engine.residency.table, engine.geometry, request.slot
-    c, k, t = (int(a[i]) for a in (table.confirmed_kv, table.confirmed, table.target))
-    q, rows = int(table.inflight_q[i]), int(table.inflight_rows[i])
-    who = f"request {request.rid}:"
-    _require(0 <= c <= k <= request.max_len <= geometry.max_model_len, f"I1 {who} C={c} K={k}")
-    _require(c < k, f"I1 {who} C={c} is not below K={k}")
-    _require(request.prompt_len <= t <= k, f"I2 {who} T={t} K={k}")
-    if table.phase[i] == Phase.DECODE and rows == 0:
-        _require(k == c + 1, f"I2 {who} decodes with C={c} K={k}")
-    if table.phase[i] == Phase.PREFILL:
-        _require(c + q < t, f"I2 {who} prefills with H={c + q} T={t}")
-    reach = c + q
-    _require(reach <= request.max_len + geometry.decode_width - 1, f"I3 {who} H={reach}")
-    _require(int(table.num_global[i]) * geometry.block_size >= reach, f"I3 {who} H={reach} global")
-    _require(int(table.window_end[i]) * geometry.block_size >= reach, f"I3 {who} H={reach} window")
-    first = max(0, c - geometry.window) // geometry.block_size
-    _require(int(table.window_start[i]) <= first, f"I11 {who} window pruned beyond C - W")
-    _require(rows <= geometry.depth, f"I4 {who} {rows} rows in flight")
-    _require(table.rid[i] == request.rid and table.epoch[i] == request.epoch, f"I16 {who} slot")
+def _counters(engine: Engine, residents: list[Request]) -> None:
+    """I1-I4, I11, I16 for all residents at once."""
+    table, geometry = engine.residency.table, engine.geometry
+    here = np.array([request.slot for request in residents])
+
+    def holds(truth: NDArray[np.bool_], text: str) -> None:
+        if not truth.all():
+            i = int(here[np.flatnonzero(~truth)[0]])
+            raise AuditError(
+                f"{text}: request {table.rid[i]} has C={table.confirmed_kv[i]} "
+                f"K={table.confirmed[i]} T={table.target[i]} Σq={table.inflight_q[i]} "
+                f"F={table.inflight_rows[i]} phase={table.phase[i]}"
+            )
+
+    c, k, t = table.confirmed_kv[here], table.confirmed[here], table.target[here]
+    reach, rows, limit = c + table.inflight_q[here], table.inflight_rows[here], table.max_len[here]
+    decode, size = table.phase[here] == Phase.DECODE, geometry.block_size
+    holds((c >= 0) & (c < k) & (k <= limit) & (limit <= geometry.max_model_len), "I1 C, K")
+    holds((table.prompt_len[here] <= t) & (t <= k), "I2 T")
+    holds(~decode | (rows > 0) | (k == c + 1), "I2 decodes with F empty")
+    holds(decode | (reach < t), "I2 prefills")
+    holds(reach < limit + geometry.decode_width, "I3 H beyond the limit")
+    holds(table.num_global[here] * size >= reach, "I3 H beyond the global blocks")
+    holds(table.window_end[here] * size >= reach, "I3 H beyond the window blocks")
+    first = np.maximum(0, c - geometry.window) // size
+    holds(table.window_start[here] <= first, "I11 window pruned beyond C - W")
+    holds(rows <= geometry.depth, "I4 rows in flight")
+    rids = np.array([request.rid for request in residents], np.uint64)
+    epochs = np.array([request.epoch for request in residents], np.uint32)
+    holds((table.rid[here] == rids) & (table.epoch[here] == epochs), "I16 slot")
 
 
-def _tables(engine: Engine, request: Request) -> None:
+def _tables(engine: Engine, residents: list[Request]) -> None:
     """I8, I9: what may still be written has one holder and is not published."""
-    table, size, i = engine.residency.table, engine.geometry.block_size, request.slot
-    memory = engine.memories[i // engine.residency.slots]
-    c = int(table.confirmed_kv[i])
-    for pool, blocks, first in (
-        (memory.globals, table.global_blocks[i, c // size : table.num_global[i]], "global"),
-        (
-            memory.windows,
-            table.window_blocks[
-                i, max(c // size, int(table.window_start[i])) : table.window_end[i]
-            ],
-            "window",
-        ),
-        (memory.states, table.state[i : i + 1], "state"),
-    ):
-        _require(
-            bool((pool.held[blocks] == 1).all() and (pool.cached[blocks] == 0).all()),
-            f"I8 request {request.rid}: a {first} block at or above C={c} is shared",
-        )
-    for at in range(c // size, int(table.num_global[i])):
-        block = int(table.global_blocks[i, at])
-        _require(memory.index.hash_of(block) is None, f"I9 block {block} is published above C")
+    table, size = engine.residency.table, engine.geometry.block_size
+    for rank, memory in enumerate(engine.memories):
+        open_blocks: list[list[NDArray[np.int32]]] = [[], [], []]
+        for i in (r.slot for r in residents if r.slot // engine.residency.slots == rank):
+            first = int(table.confirmed_kv[i]) // size
+            open_blocks[0].append(table.global_blocks[i, first : table.num_global[i]])
+            low = max(first, int(table.window_start[i]))
+            open_blocks[1].append(table.window_blocks[i, low : table.window_end[i]])
+            open_blocks[2].append(table.state[i : i + 1].astype(np.int32))
+        for pool, parts in zip(Pool, open_blocks, strict=True):
+            blocks = np.concatenate([*parts, np.empty(0, np.int32)])
+            ledger = memory.pools[pool]
+            alone = (ledger.held[blocks] == 1) & (ledger.cached[blocks] == 0)
+            text = f"I8 a {pool.name} block at or above C is shared or published"
+            _require(bool(alone.all()), text)
 
 
 def _inflight(engine: Engine, steps: list[StepRecord], depth: int) -> None:

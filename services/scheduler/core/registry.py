@@ -37,6 +37,8 @@ class Registry:
         self, request: Request, reason: FinishReason, now: int, keep: int | None = None
     ) -> None:
         """End a request well; `keep` cuts its output there. What is in flight becomes overrun."""
+        if keep is not None and request.slot >= 0 and self.residency is not None:
+            self.residency.forget_beyond(request, request.prompt_len + keep)
         self._remove(request)
         output = len(request.ids) - request.prompt_len
         final = output if keep is None else min(keep, output)

@@ -150,6 +150,13 @@ class Residency:
             self._supersede(memory, request, point)
         self._release(memory, Pool.STATE, [state_block], fence)
 
+    def forget_beyond(self, request: Request, length: int) -> None:
+        """What lies beyond the request's end is not published (unless somebody resumes there)."""
+        memory = self.memories[request.slot // self.slots]
+        point = memory.index.points.get(request.output_point)
+        if point and point.position > length and memory.states.held[point.state_block] == 0:
+            memory.index.drop_point(point.key)
+
     def release_capture(self, rank: int, state_block: int, fence: int) -> None:
         """A point did not come about: its state block goes back."""
         self._release(self.memories[rank], Pool.STATE, [state_block], fence)

@@ -4,7 +4,9 @@ import hashlib
 import heapq
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from deepmesh.config import SchedulerConfig
 from deepmesh.wire.messages import (
@@ -15,48 +17,24 @@ from deepmesh.wire.messages import (
     Capacity,
     Failed,
     Finished,
-    Generate,
     GpuDone,
     Load,
-    Pool,
     Reset,
     StopAt,
     SubmitStep,
     TokenBatch,
 )
-from deepmesh.wire.packed import pack_ids, unpack_ids
 
 from ..core.audit import audit
-from ..core.events import Event, ExecutorDown, ExecutorUp, Mail, Send, Tick, TokenizerUp
+from ..core.events import Event, ExecutorDown, ExecutorUp, Incoming, Mail, Send, Tick, TokenizerUp
 from ..core.scheduler import Scheduler
 from .device import Device
-from .oracle import expected_output
+from .requests import SimRequest
+from .writer import ExternalWriter
 
 TOKENIZER = "tokenizer-0"
 US = 1000
 MS = 1_000_000
-
-
-@dataclass(slots=True)
-class SimRequest:
-    """A request of the workload and what became of it."""
-
-    rid: bytes
-    prompt: list[int]
-    max_tokens: int
-    arrival_ns: int
-    seed: int = 0
-    min_tokens: int = 0
-    stop_ids: frozenset[int] = frozenset()
-    priority: int = 0
-    grammar: bool = False
-    abort_ns: int = 0  # after its arrival; 0: never
-    stop_at: int = 0  # a stop string after so many tokens; 0: none
-    output: list[int] = field(default_factory=list[int])
-    terminals: list[Finished | Failed] = field(default_factory=list[Finished | Failed])
-    cached_tokens: int = 0
-    first_token_ns: int = 0
-    ended_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +79,13 @@ class World:
         self.requests: dict[bytes, SimRequest] = {}
         self.log = hashlib.sha256()
         self.num_events = 0
-        self.external_writes = 0  # freed blocks that the external writer filled while steps ran
+        self.writer = ExternalWriter()
         self._check = check
         self._mask_miss = mask_miss
         self._capacity = capacity
         self._heap: list[tuple[int, int, Callable[[], None]]] = []
         self._sequence = 0
         self._link_free: dict[tuple[str, str], int] = {}
-        self._known_free: list[list[set[int]]] = []
         self._ranks = [_Rank(Device(capacity, rank)) for rank in range(ranks)]
         self._feed(TokenizerUp(TOKENIZER, b"t"))
         for rank in range(ranks):
@@ -149,24 +126,7 @@ class World:
     def verify(self) -> None:
         """Every request ended once, with the oracle's tokens."""
         for request in self.requests.values():
-            assert len(request.terminals) == 1, f"{request.rid!r} ended {request.terminals}"
-            terminal = request.terminals[0]
-            expected, reason = expected_output(
-                request.prompt,
-                seed=request.seed,
-                sub_index=0,
-                vocab_size=self._capacity.vocab_size,
-                max_tokens=request.max_tokens,
-                min_tokens=request.min_tokens,
-                stop_ids=request.stop_ids,
-            )
-            got = request.output[: terminal.final_pos]
-            assert got == expected[: len(got)], f"{request.rid!r} has wrong tokens"
-            assert len(got) == terminal.final_pos, f"{request.rid!r} lacks tokens"
-            if isinstance(terminal, Finished) and terminal.reason.name in ("STOP", "LENGTH"):
-                complete = len(got) == len(expected) and terminal.reason.name.lower() == reason
-                cut = request.stop_at and len(got) == min(request.stop_at, len(expected))
-                assert complete or cut, f"{request.rid!r} ended early: {terminal}"
+            request.verify(self._capacity.vocab_size)
 
     @property
     def digest(self) -> str:
@@ -182,7 +142,7 @@ class World:
                 if isinstance(action, Send):
                     self._trace("send", f"{action.peer} {type(action.message).__name__}")
                     self._post(action)
-            self._write_externally()
+            self.writer.observe(self.core, [rank.device for rank in self._ranks])
         if self._check:
             audit(self.core)
 
@@ -204,31 +164,12 @@ class World:
         self._link_free[key] = arrival
         self.at(arrival - self.now, action)
 
-    def _mail(self, peer: str, message: object) -> None:
+    def _mail(self, peer: str, message: Incoming) -> None:
         self._trace("mail", f"{peer} {type(message).__name__}")
-        self._feed(Mail(peer, message))  # type: ignore[arg-type]
+        self._feed(Mail(peer, message))
 
     def _trace(self, kind: str, text: str) -> None:
         self.log.update(f"{self.now} {kind} {text}\n".encode())
-
-    def _write_externally(self) -> None:
-        """Fill every block that became free in this event: whoever still reads it is caught."""
-        engine = self.core.engine
-        if engine is None:
-            self._known_free = []
-            return
-        busy = any(rank.free_at > self.now for rank in self._ranks)
-        fresh = not self._known_free
-        if fresh:
-            self._known_free = [[set() for _ in Pool] for _ in engine.memories]
-        for rank, memory in enumerate(engine.memories):
-            for pool in Pool:
-                free = set(memory.pools[pool].free_blocks())
-                new = sorted(free - self._known_free[rank][pool])
-                self._known_free[rank][pool] = free
-                if new:
-                    self._ranks[rank].device.kv.poison(pool, new, "the external writer")
-                    self.external_writes += len(new) if busy and not fresh else 0
 
     # ------------------------------------------------------------ executors
 
@@ -247,7 +188,7 @@ class World:
         match message:
             case Load():
                 state.epoch = message.engine_epoch
-                capacity = _capacity_for(self._capacity, rank, message.engine_epoch)
+                capacity = replace(self._capacity, rank=rank, engine_epoch=message.engine_epoch)
                 self.at(
                     self.times.load,
                     lambda: self._answer(rank, born, state.epoch, peer, capacity),
@@ -291,7 +232,7 @@ class World:
         message = GpuDone(step.engine_epoch, rank, device.gpu_done, done)
         self._answer(rank, born, step.engine_epoch, f"executor-0-{rank}", message)
 
-    def _answer(self, rank: int, born: int, epoch: int, peer: str, message: object) -> None:
+    def _answer(self, rank: int, born: int, epoch: int, peer: str, message: Incoming) -> None:
         if self._alive(rank, born, epoch):
             self._deliver(
                 peer,
@@ -302,27 +243,11 @@ class World:
     # ------------------------------------------------------------ the tokenizer
 
     def _arrive(self, request: SimRequest) -> None:
-        from deepmesh.wire.messages import Grammar
-
-        self._mail_back(
-            Generate(
-                rid=request.rid,
-                attempt=1,
-                reply_to=TOKENIZER,
-                prompt_ids=pack_ids(request.prompt),
-                prompt_len=len(request.prompt),
-                seed=request.seed,
-                stop_ids=pack_ids(sorted(request.stop_ids)),
-                max_tokens=request.max_tokens,
-                min_tokens=request.min_tokens,
-                priority=request.priority,
-                grammar=Grammar("regex", ".*") if request.grammar else None,
-            )
-        )
+        self._mail_back(request.generate(TOKENIZER))
         if request.abort_ns:
             self.at(request.abort_ns, lambda: self._mail_back(Abort(request.rid, 1)))
 
-    def _mail_back(self, message: object) -> None:
+    def _mail_back(self, message: Incoming) -> None:
         self._deliver(TOKENIZER, lambda: self._mail(TOKENIZER, message), back=True)
 
     def _to_tokenizer(self, message: Accepted | TokenBatch | Finished | Failed) -> None:
@@ -341,14 +266,8 @@ class World:
         acks: list[AckRow] = []
         for row in batch.rows:
             request = self.requests[row.rid]
-            ids = unpack_ids(row.ids).tolist()
-            assert row.pos <= len(request.output), f"{row.rid!r} has a gap at {row.pos}"
-            assert not request.terminals, f"{row.rid!r} got tokens behind its end"
-            if row.pos == 0:
-                request.first_token_ns = self.now
-                request.cached_tokens = row.cached_tokens
             before = len(request.output)
-            request.output[row.pos :] = ids
+            request.take(row, self.now)
             acks.append(AckRow(row.rid, len(request.output)))
             if request.stop_at and before < request.stop_at <= len(request.output):
                 self._mail_back(StopAt(row.rid, request.stop_at))
@@ -362,9 +281,3 @@ class World:
 
     def _busy(self) -> bool:
         return any(rank.free_at + self.times.tail > self.now for rank in self._ranks)
-
-
-def _capacity_for(capacity: Capacity, rank: int, epoch: int) -> Capacity:
-    from msgspec.structs import replace
-
-    return replace(capacity, rank=rank, engine_epoch=epoch)

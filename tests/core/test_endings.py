@@ -1,0 +1,234 @@
+"""How requests end: once, at the earliest place, with nothing behind it."""
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from deepmesh.wire.messages import (
+    DoneReason,
+    ErrorCode,
+    Failed,
+    Finished,
+    FinishReason,
+    StepStatus,
+    TokenBatch,
+)
+from deepmesh.wire.packed import RESULT, pack_ids
+from tests.core.driver import CONFIG, EXECUTOR, VOCAB, Driver
+
+
+def reason(driver: Driver) -> FinishReason:
+    return driver.last(Finished).reason
+
+
+def probe(prompt: list[int], seed: int, count: int) -> list[int]:
+    """What the oracle will say."""
+    from services.scheduler.sim.requests import SimRequest
+
+    return SimRequest(b"", prompt, count, seed=seed).expected(VOCAB)[0]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_stop_id_ends_the_output_and_is_part_of_it(depth: int) -> None:
+    driver = Driver(replace(CONFIG, depth=depth))
+    prompt = [5, 6, 7]
+    output = probe(prompt, 1, 20)
+    at = next(i for i in range(3, 20) if output[i] not in output[:i])
+    request = driver.ask(prompt, max_tokens=20, stop_ids=frozenset([output[at]]))
+    driver.run()
+    assert request.output == output[: at + 1]
+    assert reason(driver) == FinishReason.STOP
+    driver.assert_clean()
+
+
+def test_a_stop_id_beats_the_length_at_the_same_place() -> None:
+    driver = Driver()
+    output = probe([5, 6, 7], 1, 4)
+    request = driver.ask([5, 6, 7], max_tokens=4, stop_ids=frozenset([output[3]]))
+    driver.run()
+    assert (len(request.output), reason(driver)) == (4, FinishReason.STOP)
+
+
+def test_a_stop_id_below_min_tokens_does_not_end_it() -> None:
+    driver = Driver()
+    output = probe([5, 6, 7], 1, 2)
+    request = driver.ask(
+        [5, 6, 7], max_tokens=6, min_tokens=3, stop_ids=frozenset([output[0], output[1]])
+    )
+    driver.run()
+    assert len(request.output) >= 3
+    driver.assert_clean()
+
+
+def test_a_stop_string_cuts_the_output_and_what_runs_is_overrun() -> None:
+    driver = Driver(replace(CONFIG, depth=3))
+    request = driver.ask(10, max_tokens=50, stop_at=2)
+    for _ in range(5):
+        driver.tick()
+        driver.body()
+        driver.tail()
+    seen = len(request.output)
+    driver.stop_at(request, 2)
+    assert driver.last(Finished).final_pos == 2
+    driver.run()
+    assert len(request.output) == seen
+    driver.assert_clean()
+
+
+@pytest.mark.parametrize("moment", ["waiting", "prefill", "both in flight", "decode", "ended"])
+def test_abort_at_any_moment_answers_at_once_and_frees_everything(moment: str) -> None:
+    driver = Driver(replace(CONFIG, max_rows=1))
+    if moment == "waiting":
+        other = driver.ask(10, max_tokens=5)
+        driver.tick()
+    request = driver.ask(50, max_tokens=40)
+    if moment in ("prefill", "both in flight", "decode"):
+        driver.tick()
+    if moment == "prefill":
+        driver.body()
+        driver.tail()
+    if moment == "decode":
+        for _ in range(8):
+            driver.step()
+        driver.tick()
+    if moment == "ended":
+        driver.run()
+    driver.abort(request)
+    assert len(request.terminals) == 1
+    assert request.terminals[0].final_pos == len(request.output)
+    driver.run()
+    if moment == "waiting":
+        assert other.terminals
+    driver.assert_clean()
+
+
+def test_abort_of_a_request_that_waits_to_be_preempted() -> None:
+    driver = Driver(replace(CONFIG, depth=3, prefix_cache=False), num_global_blocks=10)
+    driver.ask(16, max_tokens=40)
+    second = driver.ask(16, max_tokens=40)
+    assert driver.core.engine is not None
+    leaving = driver.core.engine.residency.table.leaving
+    while not leaving.any():
+        driver.tick()
+        driver.body()
+        driver.tail()
+        driver.tick()
+    driver.abort(second)
+    assert second.terminals
+    driver.run()
+    driver.assert_clean()
+
+
+def test_a_late_abort_of_an_earlier_attempt_changes_nothing() -> None:
+    driver = Driver()
+    request = driver.ask(10, max_tokens=4)
+    request.attempt = 2
+    driver.mail(request.generate("tokenizer-0"))
+    driver.abort(request, attempt=1)
+    driver.run()
+    assert reason(driver) == FinishReason.LENGTH
+    driver.assert_clean()
+
+
+def test_logits_that_are_not_finite_fail_that_request_alone() -> None:
+    driver = Driver()
+    bad, good = driver.ask(10, max_tokens=6), driver.ask(10, max_tokens=6)
+    driver.tick()
+    step = driver.steps.popleft()
+    result = driver.device.body(step)
+    driver.tails.append(step)
+    rows = np.frombuffer(result.rows, RESULT).copy()
+    rows["done_reason"][0], rows["num_tokens"][0] = DoneReason.ERROR, 0
+    driver.mail(replace(result, rows=rows.tobytes(), tokens=result.tokens[4:]), EXECUTOR)
+    (failed,) = bad.terminals
+    assert isinstance(failed, Failed)
+    assert failed.code == ErrorCode.ENGINE_ERROR
+    driver.run()
+    assert good.terminals
+    driver.assert_clean()
+
+
+def test_missed_masks_make_null_rows_that_are_tried_again() -> None:
+    driver = Driver(replace(CONFIG, depth=3))
+    request = driver.ask(20, max_tokens=6, grammar=True)
+    misses = iter([True, True, False, True, False, False, True])
+    for _ in range(40):
+        driver.tick()
+        if driver.steps:
+            step = driver.steps.popleft()
+            driver.tails.append(step)
+            result = driver.device.body(step, unmasked=lambda _: next(misses, False))
+            driver.mail(result, EXECUTOR)
+            driver.tail()
+    assert driver.device.null_rows >= 4
+    assert len(request.output) == 6
+    driver.assert_clean()
+
+
+def test_a_skipped_step_is_a_step_of_null_rows() -> None:
+    driver = Driver(replace(CONFIG, depth=1))
+    request = driver.ask(10, max_tokens=6)
+    driver.tick()
+    step = driver.steps.popleft()
+    result = driver.device.body(replace(step, rows=b""))
+    driver.tails.append(step)
+    driver.mail(replace(result, status=StepStatus.SKIPPED), EXECUTOR)
+    driver.tail()
+    driver.run()
+    assert request.terminals
+    driver.assert_clean()
+
+
+def test_log_probabilities_go_with_their_tokens() -> None:
+    driver = Driver()
+    plain = driver.ask(10, max_tokens=3)
+    wanted = driver.ask(10, max_tokens=3)
+    live = driver.core.registry.live[wanted.rid]
+    live.generate = replace(live.generate, n_logprobs=2)
+    driver.tick()
+    position = 0
+    while driver.steps:
+        step = driver.steps.popleft()
+        result = driver.device.body(step)
+        driver.tails.append(step)
+        rows = np.frombuffer(result.rows, RESULT)
+        is_wanted = np.repeat(rows["rid"] == live.rid, rows["num_tokens"])
+        values = np.arange(position, position + len(is_wanted), dtype=np.float32)
+        position += len(is_wanted)
+        top = np.repeat(values[is_wanted], 2)
+        driver.mail(
+            replace(
+                result,
+                logprobs=values.tobytes(),
+                top_ids=pack_ids(top.astype(np.int32)),
+                top_logprobs=top.tobytes(),
+            ),
+            EXECUTOR,
+        )
+        driver.tail()
+        driver.tick()
+    rows = [row for batch in driver.messages(TokenBatch) for row in batch.rows]
+    of_plain = [row for row in rows if row.rid == plain.rid]
+    of_wanted = [row for row in rows if row.rid == wanted.rid]
+    assert all(row.logprobs == row.top_ids == b"" for row in of_plain)
+    probs = np.frombuffer(b"".join(row.logprobs for row in of_wanted), np.float32)
+    tops = np.frombuffer(b"".join(row.top_ids for row in of_wanted), np.int32)
+    assert probs.tolist() == [1, 3, 5]
+    assert tops.tolist() == [1, 1, 3, 3, 5, 5]
+    driver.sent.clear()
+    driver.attach(wanted, 1, "tokenizer-1")
+    (row,) = driver.last(TokenBatch).rows
+    assert np.frombuffer(row.logprobs, np.float32).tolist() == [3, 5]
+    assert np.frombuffer(row.top_ids, np.int32).tolist() == [3, 3, 5, 5]
+
+
+def test_the_report_of_an_end_has_the_times_of_its_stages() -> None:
+    driver = Driver()
+    driver.ask(40, max_tokens=3)
+    driver.run()
+    (report,) = driver.ended()
+    stamps = [report.received_ns, report.admitted_ns, report.first_token_ns, report.ended_ns]
+    assert stamps == sorted(stamps)
+    assert stamps[0] < stamps[2] < stamps[3]
+    assert (report.first_step, report.last_step) == (1, len(driver.all_steps))
+    assert (report.outcome, report.output_tokens) == ("length", 3)
