@@ -11,7 +11,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from opentelemetry.sdk.resources import Resource
@@ -171,7 +171,7 @@ class Tracer:
         parent: str,
         start_ns: int,
         end_ns: int,
-        attributes: dict[str, Value] | None = None,
+        attributes: Mapping[str, Value] | None = None,
         *,
         links: Sequence[str] = (),
         error: str = "",
@@ -200,7 +200,7 @@ class Tracer:
         name: str,
         parent: str = "",
         start_ns: int = 0,
-        attributes: dict[str, Value] | None = None,
+        attributes: Mapping[str, Value] | None = None,
         *,
         kind: str = "internal",
     ) -> Span:
@@ -228,7 +228,7 @@ class Tracer:
         name: str,
         parent: str,
         stamps: tuple[int, int],
-        attributes: dict[str, Value],
+        attributes: Mapping[str, Value],
         *,
         links: Sequence[str] = (),
         error: str = "",

@@ -163,8 +163,12 @@ def _hops(spans: list[Span]) -> list[Hop]:
     groups: dict[tuple[str, str, str], list[float]] = {}
     for span in sorted(spans, key=lambda span: span.start_ns):
         if span.name == SPAN_HOP:
-            message, sender = (str(span.attributes.get(key, "?")) for key in ("message", "from"))
-            key = (message, sender, span.process)
+            # The receiver records a hop, and names the sender; or the sender does, for both.
+            message = str(span.attributes.get("message", "?"))
+            receiver = str(span.attributes.get("to", span.process))
+            unnamed = span.process if "to" in span.attributes else "?"
+            sender = str(span.attributes.get("from", unnamed))
+            key = (message, sender, receiver)
             groups.setdefault(key, []).append((span.end_ns - span.start_ns) / 1e3)
     return [
         Hop(*key, count=len(times), mean_us=sum(times) / len(times), max_us=max(times))
