@@ -25,8 +25,10 @@ from deepmesh.wire.messages import (
     Descriptor,
     Drain,
     Load,
+    Pool,
     Shutdown,
     StepKind,
+    StepStatus,
     SubmitStep,
 )
 from services.executor.fake import FakeEngine, Oracle
@@ -265,3 +267,39 @@ def test_a_device_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_the_fake_needs_no_torch(module: str) -> None:
     code = f"import sys, services.executor.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
+# ---------------------------------------------------------------- the fake's own checks
+
+
+def test_the_fake_finds_out_who_wrote_into_a_foreign_block(tmp_path: Path) -> None:
+    executor = StreamExecutor(FakeEngine(make_config(tmp_path)))
+    try:
+        host = Host(executor, executor.load(order(make_config(tmp_path))))
+        first = host.admit(PROMPT, 8)
+        host.submit(host.row(first))
+        second = host.admit(PROMPT[::-1], 8, tables={Pool.GLOBAL: list(first.tables[Pool.GLOBAL])})
+        host.submit(host.row(second))
+        host.submit(host.row(first))
+        results = [host.take() for _ in range(3)]
+    finally:
+        executor.close()
+    assert [r.status for r in results] == [StepStatus.OK, StepStatus.OK, StepStatus.ERROR]
+    assert "row 0: the window row of position 0 is not its own" in results[2].error
+
+
+def test_the_fake_can_be_asked_to_stop(tmp_path: Path) -> None:
+    executor = StreamExecutor(FakeEngine(make_config(tmp_path), stop_one_in=5))
+    try:
+        host = Host(executor, executor.load(order(make_config(tmp_path))))
+        requests = [host.admit(PROMPT, 60, seed=s, stop_ids=[1]) for s in range(6)]
+        late = host.admit(PROMPT, 60, stop_ids=[1], min_len=len(PROMPT) + 30)
+        host.run(*requests, late)
+    finally:
+        executor.close()
+    for seed, request in enumerate(requests):
+        expected = Oracle(8192, stop_one_in=5).generate(PROMPT, 60, seed=seed, stop_ids=[1])
+        assert request.output == expected
+    assert {r.output[-1] for r in requests} == {1}
+    assert len(late.output) > 30
+    assert 1 not in late.output[:30]
