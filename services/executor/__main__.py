@@ -14,6 +14,7 @@ from services.executor.service import ExecutorService
 from services.executor.stream import StreamExecutor
 
 _log = logging.getLogger(__name__)
+SWITCH_S = 0.0005
 
 
 def make_engine(config: Config) -> Engine:
@@ -48,6 +49,9 @@ def main() -> int:
     except ConfigError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
+    # The loop's thread, woken by a result, must not keep the device stream's thread from its
+    # next step for Python's 5 ms.
+    sys.setswitchinterval(SWITCH_S)
     tracer = telemetry.setup("executor", name, config)
 
     def make(on_result: Callable[[], None], on_progress: OnProgress) -> Executor:
