@@ -13,7 +13,7 @@ from services.tokenizer.normalize import Limits, check_fields, check_model
 from services.tokenizer.reading import Json, boolean, is_array, kind_of, stop_strings, token_ids
 from services.tokenizer.refusal import Refusal
 from services.tokenizer.sampling import Settings, read_settings
-from services.tokenizer.text_stream import Token, Usage
+from services.tokenizer.text_stream import Token
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -96,7 +96,8 @@ class CompletionStream:
         self._silent_ids = silent_ids  # end and stop ids: counted, never shown
         self._detokenizer = Detokenizer(vocabulary)
         self._stops = StopMatcher(request.stops)
-        self._usage = Usage(len(request.prompt_ids), 0, 0)
+        self._cached_tokens = 0
+        self._completion_tokens = 0
         self._head: Json = {
             "id": f"cmpl-{rid.hex()}",
             "object": "text_completion",
@@ -110,14 +111,14 @@ class CompletionStream:
         self._logprobs = _empty_logprobs()
 
     def start(self, cached_tokens: int) -> list[bytes]:
-        self._usage = self._usage._replace(cached=cached_tokens)
+        self._cached_tokens = cached_tokens
         if not self._request.echo:
             return []
         text = self._vocabulary.text_of(self._request.prompt_ids)
         return self._send(text, None)
 
     def push(self, token: Token) -> list[bytes]:
-        self._usage = self._usage._replace(completion=self._usage.completion + 1)
+        self._completion_tokens += 1
         if token.id in self._silent_ids:
             return []
         self._waiting.append((self._length, token))
@@ -188,12 +189,12 @@ class CompletionStream:
         out["text_offset"].append(at)
 
     def _usage_json(self) -> Json:
-        prompt, cached, completion = self._usage
+        prompt, completion = len(self._request.prompt_ids), self._completion_tokens
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
         }
 
 

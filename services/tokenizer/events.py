@@ -14,7 +14,7 @@ import deepseek_recipe as dr
 import msgspec
 
 from deepmesh.wire.messages import FinishReason
-from services.tokenizer.text_stream import Token, Usage
+from services.tokenizer.text_stream import Token
 
 Event = dict[str, Any]  # Any: the recipe's JSON, of which we touch a few known places
 Chunk = dr.ChatCompletionChunk | dr.ResponsesStreamEvent | dr.MessagesStreamEvent
@@ -36,6 +36,7 @@ class Frame(NamedTuple):
     stream: bool
     usage_chunk: bool = False
     usage_each: bool = False
+    metadata: dict[str, Any] | None = None  # the client's labels, which Responses repeat
 
 
 class RecipeStream:
@@ -61,21 +62,20 @@ class RecipeStream:
         self._logprobs = logprobs
         self._now_s = now_s
         self._answer: Answer | None = None
-        self._usage = Usage(prompt_tokens, 0, 0)
+        self._completion_tokens = 0
         self._call_ids: dict[str, str] = {}
         self._body = b""
 
     def start(self, cached_tokens: int) -> list[bytes]:
-        self._usage = self._usage._replace(cached=cached_tokens)
         if not self._frame.stream:
-            self._answer = _new_answer(self._frame, self._usage)
+            self._answer = _new_answer(self._frame, self._prompt_tokens, cached_tokens)
         usage = dr.PromptUsage(
             prompt_tokens=self._prompt_tokens, prompt_cache_hit_tokens=cached_tokens
         )
         return self._emit(self._processor.push(dr.InferenceChunk.ready(prompt_usage=usage)))
 
     def push(self, token: Token) -> list[bytes]:
-        self._usage = self._usage._replace(completion=self._usage.completion + 1)
+        self._completion_tokens += 1
         if token.id in self._silent_ids:
             return []
         logprobs = [_logprob_pair(token)] if self._logprobs else None
@@ -134,12 +134,11 @@ class RecipeStream:
         return events
 
     def _chat_usage(self, usage: Event) -> Event:
-        counts = self._usage
         return {
             **usage,
-            "prompt_tokens": counts.prompt,
-            "completion_tokens": counts.completion,
-            "total_tokens": counts.prompt + counts.completion,
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": self._prompt_tokens + self._completion_tokens,
         }
 
     # ------------------------------------------------------------ responses
@@ -153,13 +152,16 @@ class RecipeStream:
 
     def _patch_response(self, response: Event) -> None:
         response["created_at"] = self._frame.created_s
+        if self._frame.metadata is not None:
+            response["metadata"] = self._frame.metadata
         if response.get("completed_at") is not None:
             response["completed_at"] = max(self._now_s(), self._frame.created_s)
         for item in response["output"]:
             self._patch_item(item)
         if response["usage"] is not None:
-            response["usage"]["output_tokens"] = self._usage.completion
-            response["usage"]["total_tokens"] = self._usage.prompt + self._usage.completion
+            total = self._prompt_tokens + self._completion_tokens
+            response["usage"]["output_tokens"] = self._completion_tokens
+            response["usage"]["total_tokens"] = total
 
     def _patch_item(self, item: Event) -> None:
         if "call_id" in item:
@@ -171,7 +173,7 @@ class RecipeStream:
         if event["type"] == "content_block_start":
             self._patch_block(event["content_block"])
         elif event["type"] == "message_delta":
-            event["usage"]["output_tokens"] = self._usage.completion
+            event["usage"]["output_tokens"] = self._completion_tokens
         return [_sse(event, event["type"])]
 
     def _patch_block(self, block: Event) -> None:
@@ -192,7 +194,7 @@ class RecipeStream:
             case _:
                 for block in body["content"]:
                     self._patch_block(block)
-                body["usage"]["output_tokens"] = self._usage.completion
+                body["usage"]["output_tokens"] = self._completion_tokens
 
     def _call_id(self, drawn: str) -> str:
         """The same call has the same id after a restart: hash of (answer, index of the call)."""
@@ -203,13 +205,15 @@ class RecipeStream:
         return self._call_ids[drawn]
 
 
-def _new_answer(frame: Frame, usage: Usage) -> Answer:
+def _new_answer(frame: Frame, prompt_tokens: int, cached_tokens: int) -> Answer:
     kinds = {
         "chat": dr.ChatCompletionResponse,
         "responses": dr.ResponsesResponse,
         "messages": dr.MessagesResponse,
     }
-    return kinds[frame.protocol](frame.id, frame.model, frame.created_s, usage.prompt, usage.cached)
+    return kinds[frame.protocol](
+        frame.id, frame.model, frame.created_s, prompt_tokens, cached_tokens
+    )
 
 
 def _logprob_pair(token: Token) -> tuple[float, list[tuple[int, float]]]:

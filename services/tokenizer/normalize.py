@@ -17,6 +17,7 @@ class Normal(NamedTuple):
     settings: Settings
     model: str
     stream: bool
+    metadata: Json | None
 
 
 class Limits(NamedTuple):
@@ -51,7 +52,8 @@ def normalise(protocol: str, body: Json, limits: Limits) -> Normal:
             content.check_responses(passed)
         case _:
             content.check_messages(passed)
-    return Normal(passed, settings, model, stream)
+    metadata = as_object(given["metadata"], "metadata") if "metadata" in given else None
+    return Normal(passed, settings, model, stream, metadata)
 
 
 def check_model(body: Json, models: tuple[str, ...], *, required: bool = True) -> str:

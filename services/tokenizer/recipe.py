@@ -96,6 +96,7 @@ class Recipe:
             stream=normal.stream,
             usage_chunk=settings.usage_chunk,
             usage_each=settings.usage_each,
+            metadata=normal.metadata,
         )
         match protocol:
             case "chat":

@@ -21,6 +21,7 @@ End = ResponseFinished | ResponseFailed
 # A reader this close behind counts as keeping up. Gateways credit in lumps, and tokens that
 # cause no event must not wait for the credit of events that will never fill the next lump.
 SLACK_EVENTS = 64
+ACK_TOKENS = 16  # acknowledged in lumps, too
 
 
 class Phase(Enum):
@@ -51,7 +52,8 @@ class Request:
     attempt: int = 0
     position: int = 0  # output tokens turned into events
     output: bytearray = field(default_factory=bytearray)  # their ids, int32
-    acked: int = 0
+    read: int = 0  # output tokens whose events the client has taken
+    acked: int = 0  # of these, as last told to the scheduler
     acks: deque[tuple[int, int]] = field(default_factory=deque[tuple[int, int]])
     reason: FinishReason = FinishReason.STOP  # once it has ended well
     finished: Finished | None = None  # came before all of its tokens
@@ -129,7 +131,7 @@ class Request:
     def credit(self, num_events: int) -> None:
         """The client has taken events below `num_events`: forget them."""
         if num_events > self.credited:
-            self.credited = min(num_events, self.next_event)
+            self.credited = num_events
             self.stuck_since = 0.0
         while self.first_kept < self.credited and self.events:
             self.events.popleft()
@@ -137,9 +139,10 @@ class Request:
 
     def newly_acked(self) -> int | None:
         """Output position to acknowledge upstream now, if it has moved."""
-        moved = False
         taken = self.credited + SLACK_EVENTS if self.is_stream else self.next_event
         while self.acks and self.acks[0][0] <= taken:
-            self.acked = self.acks.popleft()[1]
-            moved = True
-        return self.acked if moved else None
+            self.read = self.acks.popleft()[1]
+        if self.read - self.acked < ACK_TOKENS:
+            return None
+        self.acked = self.read
+        return self.acked

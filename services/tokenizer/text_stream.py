@@ -15,14 +15,6 @@ class Token(NamedTuple):
     top: TopLogprobs = []  # noqa: RUF012  never written to
 
 
-class Usage(NamedTuple):
-    """Token counts of one request."""
-
-    prompt: int
-    cached: int
-    completion: int
-
-
 class TextStream(Protocol):
     """Turns tokens into indexed events (streams) or one body (plain answers).
 

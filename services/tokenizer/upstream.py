@@ -137,7 +137,9 @@ class Upstream:
             case Phase.UNPLACED:
                 self.place_or_ask(request, now)
             case Phase.SENT if silent_s >= RESEND_S:
+                # Attach, too: it may run there under a later attempt of an earlier instance of us
                 self._generate(request, now)
+                self._attach(request, now)
             case Phase.ASKED if silent_s >= RESEND_S:
                 self._attach(request, now)
             case Phase.RUNNING if silent_s >= QUIET_S:

@@ -246,7 +246,7 @@ def test_stop_string_ends_the_generation(mesh: Bench) -> None:
 
 
 def test_responses_stream(mesh: Bench) -> None:
-    body = {"input": "Hi", "stream": True, "temperature": 0.25}
+    body = {"input": "Hi", "stream": True, "temperature": 0.25, "metadata": {"a": "b"}}
     reply, generate = run(mesh, "responses", body, "hm</think>Hello")
     assert generate.sampling.temperature == 0.25
     kinds = [event["type"] for event in reply.data]
@@ -256,6 +256,7 @@ def test_responses_stream(mesh: Bench) -> None:
     assert "".join(deltas) == "Hello"
     final = reply.data[-1]["response"]
     assert (final["created_at"], final["temperature"]) == (1_700_000_000, 0.25)
+    assert final["metadata"] == {"a": "b"}
     count = len(ids_of("hm</think>Hello")) + 1
     assert final["usage"]["output_tokens"] == count
     assert final["usage"]["total_tokens"] == count + generate.prompt_len

@@ -143,10 +143,10 @@ def test_a_gateway_that_comes_back_gets_the_rest(mesh: Bench, next_event: int) -
     gateway.die()
 
     again = FakeGateway(mesh.stage, address, name="gateway-1", credits_itself=False)
-    scheduler.tokens(rid, 6, OUTPUT[6:9])  # comes before it has asked
-    scheduler.expect(Ack, lambda ack: ack.rows[0].pos == 9)
+    scheduler.tokens(rid, 6, OUTPUT[6:18])  # comes before it has asked
+    scheduler.expect(Ack, lambda ack: ack.rows[0].pos == 18)
     again.submit("chat", CHAT, rid=rid, next_event=next_event)
-    scheduler.tokens(rid, 9, OUTPUT[9:])
+    scheduler.tokens(rid, 18, OUTPUT[18:])
     scheduler.finish(rid, len(OUTPUT))
     rest = again.reply(rid)
     assert rest.admitted
@@ -198,9 +198,9 @@ def test_a_restarted_scheduler_gets_a_continuation(mesh: Bench) -> None:
 
 
 def test_a_scheduler_dies_between_the_last_token_and_its_word_on_the_end(mesh: Bench) -> None:
-    rid = mesh.gateway.submit("chat", {**CHAT, "max_tokens": 3, "stream": False})
+    rid = mesh.gateway.submit("chat", {**CHAT, "max_tokens": 16, "stream": False})
     mesh.scheduler.accept(mesh.scheduler.expect(Generate))
-    mesh.scheduler.tokens(rid, 0, OUTPUT[:3])
+    mesh.scheduler.tokens(rid, 0, OUTPUT[:16])
     mesh.scheduler.expect(Ack)  # they have arrived
     mesh.scheduler.die()
     assert mesh.gateway.reply(rid).json["choices"][0]["finish_reason"] == "length"
@@ -282,8 +282,8 @@ def test_a_reader_that_stops_gets_no_acks_and_stalls_nobody(mesh: Bench) -> None
 def test_plain_answers_are_acknowledged_at_once(mesh: Bench) -> None:
     rid = mesh.gateway.submit("chat", {**CHAT, "stream": False})
     mesh.scheduler.accept(mesh.scheduler.expect(Generate))
-    mesh.scheduler.tokens(rid, 0, OUTPUT[:8])
-    mesh.scheduler.expect(Ack, lambda ack: ack.rows[0].pos == 8)
+    mesh.scheduler.tokens(rid, 0, OUTPUT[:16])
+    mesh.scheduler.expect(Ack, lambda ack: ack.rows[0].pos == 16)
 
 
 def test_tokens_behind_a_stop_string_are_ignored(mesh: Bench) -> None:
