@@ -160,6 +160,8 @@ class Forward:
             span.set("deepmesh.finish_reason", end.finish_reason)
         if not stream.placed_ns:
             return
+        if stream.num_placements > 1:
+            span.set("deepmesh.resubmissions", stream.num_placements - 1)
         if not stream.is_admitted:
             tracer.record(SPAN_ANSWER, span.traceparent, stream.placed_ns, now_ns)
             return

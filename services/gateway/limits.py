@@ -9,7 +9,7 @@ from starlette.types import Message, Receive
 from deepmesh.wire.messages import ErrorCode
 from services.gateway.errors import Problem, ProblemError, problem
 
-BODY_IDLE_S = 30.0  # a client that sends nothing of its body for so long is given up
+CLIENT_IDLE_S = 75.0  # longer than the pools of the SDKs keep idle connections
 SMALL_BYTES = 64 << 10
 LINGER_BYTES = 64 << 20
 LINGER_S = 5.0  # how long the rest of a refused body is read and thrown away

@@ -19,10 +19,12 @@ class EdgeProtocol(HttpToolsProtocol):
     _in_headers = True
     _num_complete = 0
     _num_header_bytes = 0
+    _header_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Let the kernel notice a client that vanished without a word."""
         super().connection_made(transport)
+        self._arm()
         raw: socket.socket | None = transport.get_extra_info("socket")
         if raw is None:
             return
@@ -33,12 +35,13 @@ class EdgeProtocol(HttpToolsProtocol):
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _VANISHED_S * 1000)
 
     def data_received(self, data: bytes) -> None:
-        """Refuse headers that do not end."""
+        """Refuse headers that do not end, in size or in time."""
         were_open, num_complete = self._in_headers, self._num_complete
         super().data_received(data)
         if not were_open or self._num_complete > num_complete or self.transport.is_closing():
             return
         self._num_header_bytes += len(data)  # headers all through
+        self._arm()
         if self._num_header_bytes > MAX_HEADER_BYTES:
             self.send_400_response(f"Headers are larger than {MAX_HEADER_BYTES} bytes.")
 
@@ -50,6 +53,7 @@ class EdgeProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The body may be larger; `BodyReader` bounds it."""
         self._in_headers = False
+        self._disarm()
         self._num_complete += 1
         self._num_header_bytes = 0
         super().on_headers_complete()
@@ -58,6 +62,22 @@ class EdgeProtocol(HttpToolsProtocol):
         """Whatever comes next is another request."""
         self._in_headers = True
         super().on_message_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The timer would keep the connection's memory."""
+        self._disarm()
+        super().connection_lost(exc)
+
+    def _arm(self) -> None:
+        """Headers that have begun, or the first ones, must be complete in time."""
+        if self._header_timer is None:
+            seconds = self.timeout_keep_alive
+            self._header_timer = self.loop.call_later(seconds, self.transport.close)
+
+    def _disarm(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
 
     def _cut(self) -> None:
         """Close without lingering: what the kernel still holds for this client is dropped, too."""

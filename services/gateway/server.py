@@ -22,7 +22,7 @@ from services.gateway.app import make_app
 from services.gateway.auth import Keys
 from services.gateway.exposition import Exposition
 from services.gateway.forward import Edge, record_hop
-from services.gateway.limits import BODY_IDLE_S, BodyReader, Gate
+from services.gateway.limits import CLIENT_IDLE_S, BodyReader, Gate
 from services.gateway.metrics import Metrics
 from services.gateway.protocol import EdgeProtocol
 from services.gateway.streams import StreamLimits, Streams
@@ -31,7 +31,6 @@ from services.gateway.tokenizers import Tokenizers
 _log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
-_IDLE_CONNECTION_S = 75  # longer than the pools of the SDKs keep idle connections
 
 
 class BindError(RuntimeError):
@@ -54,8 +53,10 @@ class Server(uvicorn.Server):
 class Gateway:
     """Everything of one gateway process."""
 
-    def __init__(self, config: Config, name: str) -> None:
+    def __init__(self, config: Config, name: str, *, idle_s: float = CLIENT_IDLE_S) -> None:
         """Bind and set up; `run` serves.
+
+        `idle_s`: a client that owes headers or a body and sends nothing for so long is given up.
 
         Raises:
             BindError: the port is taken, or the host is not this machine's.
@@ -74,7 +75,7 @@ class Gateway:
         )
         self._inbox = AsyncInbox(lambda endpoint, event: self.streams.handle(event))
         self._drain_began_at = 0.0
-        self._server = self._make_server()
+        self._server = self._make_server(idle_s)
 
     async def run(self) -> None:
         """Serve until told to end."""
@@ -107,12 +108,12 @@ class Gateway:
     def _stats(self) -> ServiceStats:
         return ServiceStats(ready=True, requests=len(self.streams))
 
-    def _make_server(self) -> Server:
+    def _make_server(self, idle_s: float) -> Server:
         settings, metrics = self._config.gateway, Metrics()
         edge = Edge(
             keys=Keys(settings.api_keys),
             gate=Gate(settings.max_requests),
-            bodies=BodyReader(settings.max_body_bytes, settings.resume_bytes, BODY_IDLE_S),
+            bodies=BodyReader(settings.max_body_bytes, settings.resume_bytes, idle_s),
             streams=self.streams,
             metrics=metrics,
             tracer=self._tracer,
@@ -128,7 +129,7 @@ class Gateway:
                 access_log=False,
                 server_header=False,
                 backlog=_BACKLOG,
-                timeout_keep_alive=_IDLE_CONNECTION_S,
+                timeout_keep_alive=idle_s,  # type: ignore[arg-type]  # seconds, passed to call_later
                 timeout_graceful_shutdown=max(1, int(self._config.supervisor.stop_timeout_s)),
             ),
             self._note_exit,
@@ -154,6 +155,7 @@ def _limits(config: Config) -> StreamLimits:
         keepalive_s=config.gateway.keepalive_s,
         deadline_s=config.gateway.deadline_s,
         resume_bytes=config.gateway.resume_bytes,
+        credit_events=max(1, min(128, config.tokenizer.unacked_events // 4)),
         max_buffer_events=2 * config.tokenizer.unacked_events,
         slow_s=config.tokenizer.slow_consumer_s,
     )

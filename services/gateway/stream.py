@@ -17,7 +17,7 @@ class Stream:
         self.traceparent = submit.traceparent
         self.submit: Submit | None = submit  # None: the body was too large to keep
         self.placed = ""  # key of the tokenizer's link
-        self.was_placed = False
+        self.num_placements = 0  # more than one after a loss
         self.events: list[bytes] = []  # received, not yet taken by the writer
         self.buffered_bytes = 0
         self.num_received = 0  # events from the tokenizer: index of the next one

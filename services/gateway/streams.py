@@ -28,8 +28,6 @@ from services.gateway.tokenizers import Tokenizers
 
 _log = logging.getLogger(__name__)
 
-CREDIT_EVENTS = 32  # a Credit for each event would cost as much as the event
-
 
 class StreamLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of one stream and of all together."""
@@ -38,6 +36,7 @@ class StreamLimits(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float = 120.0  # without a tokenizer and without progress
     place_s: float = 5.0  # for a new request while no tokenizer is up
     resume_bytes: int = 64 << 20
+    credit_events: int = 128  # a Credit for each event would cost as much as the event
     max_buffer_events: int = 4096  # the tokenizer stops before: its window is smaller
     max_buffer_bytes: int = 16 << 20
     slow_s: float = 60.0  # a write that the client's socket does not take for so long
@@ -108,7 +107,7 @@ class Streams:
     def taken(self, stream: Stream, num_events: int) -> None:
         """The client's socket has accepted this many more events."""
         stream.num_taken += num_events
-        if stream.num_taken - stream.num_credited >= CREDIT_EVENTS and stream.placed:
+        if stream.placed and stream.num_taken - stream.num_credited >= self._limits.credit_events:
             stream.num_credited = stream.num_taken
             self._tokenizers.send(stream.placed, Credit(stream.rid, stream.num_taken))
 
@@ -172,11 +171,11 @@ class Streams:
         stream.placed = self._tokenizers.place(submit)
         if not stream.placed:
             return
-        if stream.was_placed:
+        if stream.num_placements:
             self.num_resubmitted += 1
         else:
             stream.placed_ns = time.time_ns()
-        stream.was_placed = True
+        stream.num_placements += 1
         stream.num_credited = 0  # the new instance has not heard of any
 
     def _lost(self, stream: Stream, name: str) -> None:
@@ -194,7 +193,8 @@ class Streams:
         if stream.placed:
             return
         limits = self._limits
-        limit_s = limits.deadline_s if stream.was_placed else min(limits.place_s, limits.deadline_s)
+        is_new = not stream.num_placements
+        limit_s = min(limits.place_s, limits.deadline_s) if is_new else limits.deadline_s
         if now - stream.progress_at >= limit_s:
             detail = f"no tokenizer has been up for {limit_s:g} s"
             self._end(stream, ResponseFailed(stream.rid, ErrorCode.DEADLINE, detail))

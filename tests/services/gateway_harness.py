@@ -157,8 +157,8 @@ class FakeTokenizer:
 class GatewayThread:
     """The real gateway on a loop of its own."""
 
-    def __init__(self, config: Config) -> None:
-        self.gateway = Gateway(config, "gateway-0")
+    def __init__(self, config: Config, idle_s: float) -> None:
+        self.gateway = Gateway(config, "gateway-0", idle_s=idle_s)
         self.url = self.gateway.url
         self.port = int(self.url.rpartition(":")[2])
         self._thread = threading.Thread(target=lambda: uvloop.run(self._run()), daemon=True)
@@ -197,10 +197,12 @@ def make_config(
 class Mesh:
     """A gateway with its tokenizers, and clients for it."""
 
-    def __init__(self, config: Config, tokenizers: list[FakeTokenizer]) -> None:
+    def __init__(
+        self, config: Config, tokenizers: list[FakeTokenizer], idle_s: float = PATIENCE_S
+    ) -> None:
         self.config = config
         self.tokenizers = tokenizers
-        self.server = GatewayThread(config)
+        self.server = GatewayThread(config, idle_s)
         self._clients: list[http.client.HTTPConnection] = []
 
     @property
@@ -246,10 +248,16 @@ class Mesh:
 
 
 @contextmanager
-def running_mesh(tmp_path: Path, *, tokenizers: int = 1, **settings: Any) -> Iterator[Mesh]:  # noqa: ANN401
+def running_mesh(
+    tmp_path: Path,
+    *,
+    tokenizers: int = 1,
+    idle_s: float = PATIENCE_S,
+    **settings: Any,  # noqa: ANN401
+) -> Iterator[Mesh]:
     """A gateway that is linked to all its tokenizers."""
     config = make_config(tmp_path, tokenizers=tokenizers, **settings)
-    mesh = Mesh(config, [FakeTokenizer(config, index) for index in range(tokenizers)])
+    mesh = Mesh(config, [FakeTokenizer(config, index) for index in range(tokenizers)], idle_s)
     try:
         for tokenizer in mesh.tokenizers:
             tokenizer.linked()

@@ -108,6 +108,10 @@ def test_health_and_version_need_no_tokenizer(tmp_path: Path) -> None:
             assert response.status == 200, path
 
 
+def connection(mesh: Mesh) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", mesh.server.port), PATIENCE_S)
+
+
 # ---------------------------------------------------------------- keys
 
 
@@ -211,7 +215,7 @@ def test_a_10_mb_body_is_413_and_the_client_sees_it(mesh: Mesh) -> None:
 
 
 def test_413_comes_before_the_body_when_its_length_is_announced(mesh: Mesh) -> None:
-    with socket.create_connection(("127.0.0.1", mesh.server.port), PATIENCE_S) as raw:
+    with connection(mesh) as raw:
         raw.sendall(
             b"POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n"
             b"expect: 100-continue\r\n\r\n"
@@ -224,7 +228,7 @@ def test_413_comes_before_the_body_when_its_length_is_announced(mesh: Mesh) -> N
 
 
 def test_a_chunked_body_is_413_as_soon_as_it_is_too_large(mesh: Mesh) -> None:
-    with socket.create_connection(("127.0.0.1", mesh.server.port), PATIENCE_S) as raw:
+    with connection(mesh) as raw:
         raw.sendall(b"POST /tokenize HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
         for _ in range(17):  # 17 x 64 KiB > 1 MiB, and no last chunk
             raw.sendall(b"10000\r\n" + bytes(65536) + b"\r\n")
@@ -255,7 +259,7 @@ def test_chunked_bodies_are_put_together(mesh: Mesh) -> None:
 
 
 def test_endless_headers_are_refused(mesh: Mesh) -> None:
-    with socket.create_connection(("127.0.0.1", mesh.server.port), PATIENCE_S) as raw:
+    with connection(mesh) as raw:
         raw.sendall(b"GET /health HTTP/1.1\r\nx: ")
         with pytest.raises(OSError, match=r"Broken pipe|reset"):
             _send_for_ever(raw)
@@ -264,6 +268,36 @@ def test_endless_headers_are_refused(mesh: Mesh) -> None:
 def _send_for_ever(raw: socket.socket) -> None:
     while True:
         raw.sendall(b"a" * 4096)
+
+
+def test_a_body_that_stalls_is_408(tmp_path: Path) -> None:
+    with running_mesh(tmp_path, idle_s=0.2) as mesh, connection(mesh) as raw:
+        raw.sendall(b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nabc")
+        response = http.client.HTTPResponse(raw)
+        response.begin()
+
+        assert response.status == 408
+        assert error_of(response)["code"] == "body_timeout"
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET /health HTTP/1.1\r\nx: "])
+def test_headers_that_stall_end_the_connection(tmp_path: Path, begun: bytes) -> None:
+    with running_mesh(tmp_path, idle_s=0.2) as mesh, connection(mesh) as raw:
+        raw.sendall(begun)
+
+        assert raw.recv(1) == b""
+
+
+def test_the_time_for_headers_is_not_the_time_of_the_answer(tmp_path: Path) -> None:
+    with running_mesh(tmp_path, idle_s=0.2, keepalive_s=0.3) as mesh:
+        client = mesh.post()
+        submit = mesh.tokenizer.expect(Submit)
+        mesh.tokenizer.admit(submit)
+        response = client.getresponse()
+        assert response.read(8) == b": ping\n\n"  # later than idle_s
+        mesh.tokenizer.finish(submit, 0, b"data: x\n\n")
+
+        assert response.read().endswith(b"data: x\n\n")
 
 
 def test_compressed_bodies_are_415(mesh: Mesh) -> None:
@@ -293,7 +327,7 @@ def test_beyond_max_requests_it_is_429_with_retry_after(tmp_path: Path) -> None:
 
 def test_a_client_that_hangs_up_within_its_body_holds_no_place(tmp_path: Path) -> None:
     with running_mesh(tmp_path, max_requests=1) as mesh:
-        with socket.create_connection(("127.0.0.1", mesh.server.port), PATIENCE_S) as raw:
+        with connection(mesh) as raw:
             raw.sendall(b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nabc")
         inside = {"content-encoding": "gzip"}  # refused, but only once it has a place
         until(lambda: mesh.post(headers=inside).getresponse().status == 415)

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from deepmesh.wire.messages import Cancel, Credit, ErrorCode, ResponseFinished, Submit
-from services.gateway.streams import CREDIT_EVENTS
+from services.gateway.streams import StreamLimits
 from tests.services.gateway_harness import PATIENCE_S, Mesh, error_of, running_mesh, until
+
+CREDIT_EVENTS = StreamLimits().credit_events
 
 
 @pytest.fixture(scope="module")
@@ -85,17 +87,17 @@ def test_a_refusal_before_admission_is_a_real_status(mesh: Mesh) -> None:
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
 
 
-def test_nothing_follows_the_end(mesh: Mesh) -> None:
-    client = mesh.post()
-    submit = mesh.tokenizer.expect(Submit)
-    mesh.tokenizer.events(submit, 0, b"data: a\n\n")
-    mesh.tokenizer.finish(submit, 1, b"data: b\n\n")
-    mesh.tokenizer.finish(submit, 1, b"data: b\n\n")
-    mesh.tokenizer.fail(submit, ErrorCode.INTERNAL)
-    mesh.tokenizer.events(submit, 2, b"data: c\n\n")
+def test_nothing_follows_the_end(tmp_path: Path) -> None:
+    with running_mesh(tmp_path) as mesh:
+        client = mesh.post()
+        submit = mesh.tokenizer.expect(Submit)
+        mesh.tokenizer.events(submit, 0, b"data: a\n\n")
+        mesh.tokenizer.finish(submit, 1, b"data: b\n\n")
+        mesh.tokenizer.finish(submit, 1, b"data: b\n\n")
+        mesh.tokenizer.fail(submit, ErrorCode.INTERNAL)
+        mesh.tokenizer.events(submit, 2, b"data: c\n\n")
 
-    assert client.getresponse().read() == b"data: a\n\ndata: b\n\n"
-    until(lambda: not mesh.tokenizer.has_mail or bool(mesh.tokenizer.expect(Cancel)))
+        assert client.getresponse().read() == b"data: a\n\ndata: b\n\n"
 
 
 def test_repeated_events_are_dropped(mesh: Mesh) -> None:

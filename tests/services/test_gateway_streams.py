@@ -17,8 +17,10 @@ from deepmesh.wire.messages import (
     Submit,
 )
 from services.gateway.stream import Stream
-from services.gateway.streams import CREDIT_EVENTS, StreamLimits, Streams
+from services.gateway.streams import StreamLimits, Streams
 from services.gateway.tokenizers import Tokenizers
+
+CREDIT_EVENTS = StreamLimits().credit_events
 
 
 class FakeLink:
