@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from deepmesh import __version__, checks
 from deepmesh.cli.app import app
 from deepmesh.cli.demo import Question, known_questions, shortened
+from deepmesh.cli.model import number, size
 from deepmesh.cli.trace import bar, drawn
 from deepmesh.cli.up import last_words, loading_bar
 from deepmesh.client import ClientError
@@ -25,6 +26,7 @@ from deepmesh.run_dir import MeshRecord, ProcessRecord, RunDir
 from deepmesh.waterfall import Span, TraceError, build
 
 RUN = CliRunner()
+TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 
 
 def run_process(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -382,3 +384,33 @@ def test_up_shows_the_last_words_of_a_log_and_a_bar_while_weights_load() -> None
     console.print(loading_bar("loading: layers 3 of 11"))
     assert "loading: layers 3/11" in console.export_text()
     assert loading_bar("layers 3 of 11") is None
+
+
+def test_model_inspect_shows_sizes_and_checks_the_weights() -> None:
+    result = RUN.invoke(app, ["model", "inspect", str(TINY), "--ranks", "2"])
+    assert result.exit_code == 0
+    for words in ("routed experts", "a token of context", "resumable point", "halo", "rank"):
+        assert words in result.output
+    assert "all tensors are there" in result.output
+
+
+def test_model_inspect_works_without_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((TINY / "config.json").read_bytes())
+    arguments = ["model", "inspect", str(tmp_path), "--ranks", "3", "--json"]
+    summary = json.loads(RUN.invoke(app, arguments).output)
+    assert (summary["has_weights"], summary["problems"]) == (False, "")
+    assert [rank["rank"] for rank in summary["ranks"]] == [0, 1, 2]
+    experts = summary["config"]["n_routed_experts"]
+    assert sum(rank["num_experts"] for rank in summary["ranks"]) == experts
+    assert sum(part["num_bytes"] for part in summary["parts"]) == summary["num_bytes"]
+
+
+def test_model_inspect_of_something_else_is_one_line(tmp_path: Path) -> None:
+    result = run_process("model", "inspect", str(tmp_path))
+    assert result.returncode == 1
+    assert re.fullmatch(r"deepmesh: .*config\.json.*\n", result.stderr)
+
+
+def test_sizes_for_people() -> None:
+    assert [size(n) for n in (0, 1023, 1024, 5 << 30)] == ["0 B", "1023 B", "1.00 KiB", "5.00 GiB"]
+    assert [number(n) for n in (7, 1500, 284_000_000_000)] == ["7", "1.50 k", "284.00 G"]
