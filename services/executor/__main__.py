@@ -21,7 +21,7 @@ def make_engine(config: Config) -> Engine:
     """The engine that [executor] asks for; only the one with a model imports torch.
 
     Raises:
-        ConfigError: there is none for this device.
+        ConfigError: there is none for this device, or torch is not installed.
     """
     if config.executor.kind == "fake":
         from services.executor.fake import FakeEngine
@@ -29,8 +29,14 @@ def make_engine(config: Config) -> Engine:
         return FakeEngine(config)
     if config.executor.device != "cpu":
         raise ConfigError(f"executor.device: {config.executor.device!r} is not there; use 'cpu'")
-    from services.executor.runner import ModelEngine
-
+    try:
+        from services.executor.runner import ModelEngine
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "safetensors"):
+            raise
+        raise ConfigError(
+            f"executor.kind: 'model' needs {error.name}: pip install 'deepmesh[executor]'"
+        ) from error
     return ModelEngine(config)
 
 
