@@ -102,6 +102,8 @@ def _id_headers(arrival: Arrival) -> list[tuple[bytes, bytes]]:
     headers = [(b"x-request-id", request_id)]
     if arrival.shape is Shape.ANTHROPIC:
         headers.append((b"request-id", request_id))
+    if arrival.trace_id:
+        headers.append((b"x-trace-id", arrival.trace_id.encode()))
     return headers
 
 

@@ -29,6 +29,7 @@ class Arrival(msgspec.Struct):
     start_s: float  # monotonic, for durations
     request_id: str
     parent: str  # inbound traceparent in normal form, or ""
+    trace_id: str = ""  # what `deepmesh trace` takes; empty when the trace is not recorded
     status: int = 0  # of the answer, once it has begun
 
 

@@ -5,7 +5,7 @@ import time
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from deepmesh.telemetry import SPAN_HOP, SPAN_REQUEST, Span, Tracer
+from deepmesh.telemetry import SPAN_HOP, SPAN_REQUEST, Span, Tracer, is_sampled, trace_id_of
 from deepmesh.wire.link import Mail
 from deepmesh.wire.messages import ResponseFailed, ResponseFinished, Submit
 from services.gateway.arrival import Arrival
@@ -61,9 +61,12 @@ class Forward:
         edge.metrics.running[self._protocol] += 1
         try:
             with edge.gate.enter():
-                api_key_hash = edge.keys.check(arrival.headers)
-                body = await self._body(scope, receive, arrival, span)
-                await self._relay(scope, receive, send, body, api_key_hash, span, timer)
+                key_hash = edge.keys.check(arrival.headers)
+                # no name for the body here: `Streams` alone decides how long it is kept
+                stream = self._open(
+                    arrival, span, key_hash, await self._body(scope, receive, arrival, span)
+                )
+                await self._relay(scope, receive, send, stream, span, timer)
         except ProblemError as error:
             await self._refuse(error, receive, send, arrival, span)
         except ClientGoneError:
@@ -73,7 +76,7 @@ class Forward:
             self._finish(arrival, span, timer)
 
     def _begin(self, scope: Scope, arrival: Arrival) -> Span:
-        return self._edge.tracer.start(
+        span = self._edge.tracer.start(
             SPAN_REQUEST,
             arrival.parent,
             arrival.start_ns,
@@ -87,6 +90,9 @@ class Forward:
             },
             kind="server",
         )
+        if is_sampled(span.traceparent):
+            arrival.trace_id = trace_id_of(span.traceparent)
+        return span
 
     async def _body(self, scope: Scope, receive: Receive, arrival: Arrival, span: Span) -> bytes:
         if scope["method"] != "POST":
@@ -100,28 +106,29 @@ class Forward:
         )
         return body
 
-    async def _relay(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        body: bytes,
-        api_key_hash: str,
-        span: Span,
-        timer: RequestTimer,
-    ) -> None:
-        arrival: Arrival = scope["arrival"]
-        stream = self._edge.streams.open(
+    def _open(self, arrival: Arrival, span: Span, key_hash: str, body: bytes) -> Stream:
+        return self._edge.streams.open(
             Submit(
                 rid=arrival.rid,
                 protocol=self._protocol,
                 body=body,
                 seed=arrival.seed,
-                api_key_hash=api_key_hash,
+                api_key_hash=key_hash,
                 traceparent=span.traceparent,
                 created_s=arrival.created_s,
             )
         )
+
+    async def _relay(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        stream: Stream,
+        span: Span,
+        timer: RequestTimer,
+    ) -> None:
+        arrival: Arrival = scope["arrival"]
         relay = Relay(
             self._edge.streams, stream, arrival, send, on_write=timer.wrote, abort=scope[ABORT]
         )

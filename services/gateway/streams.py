@@ -34,7 +34,7 @@ class StreamLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     keepalive_s: float = 10.0
     deadline_s: float = 120.0  # without a tokenizer and without progress
-    place_s: float = 5.0  # for a new request while no tokenizer is up
+    place_s: float = 10.0  # for a new request while no tokenizer is up
     resume_bytes: int = 64 << 20
     credit_events: int = 128  # a Credit for each event would cost as much as the event
     max_buffer_events: int = 4096  # the tokenizer stops before: its window is smaller

@@ -8,6 +8,8 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+import psutil
 import pytest
 
 from deepmesh.wire.messages import ErrorCode, Submit
@@ -186,10 +188,20 @@ def test_an_inbound_traceparent_is_continued(mesh: Mesh, upper: bool) -> None:
     client = mesh.post(headers={"traceparent": header.upper() if upper else header})
     submit = mesh.tokenizer.expect(Submit)
     mesh.tokenizer.answer(submit, b"{}")
-    client.getresponse()
+    response = client.getresponse()
 
-    assert submit.traceparent.split("-")[1] == trace_id
+    assert submit.traceparent.split("-")[1] == trace_id == response.getheader("x-trace-id")
     assert submit.traceparent != header  # the gateway's own span is in between
+
+
+def test_an_unsampled_trace_stays_unsampled(mesh: Mesh) -> None:
+    header = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
+    client = mesh.post(headers={"traceparent": header})
+    submit = mesh.tokenizer.expect(Submit)
+    mesh.tokenizer.answer(submit, b"{}")
+
+    assert submit.traceparent == header
+    assert client.getresponse().getheader("x-trace-id") is None
 
 
 @pytest.mark.parametrize("header", [None, "garbage", "00-" + "0" * 32 + "-b7ad6b7169203331-01"])
@@ -369,3 +381,24 @@ def test_failures_keep_their_status_in_both_shapes(
 
 def test_every_error_code_has_a_status() -> None:
     assert set(HTTP_STATUS) == set(CODE_NAME) == set(ErrorCode)
+
+
+def test_a_body_that_is_not_kept_takes_no_memory_while_it_is_answered(tmp_path: Path) -> None:
+    with running_mesh(tmp_path, resume_bytes=0, max_body_bytes=8 << 20) as mesh:
+        clients: list[http.client.HTTPConnection] = []
+        submits: list[Submit] = []
+        before = rss_bytes()
+        for _ in range(20):
+            clients.append(mesh.post(body=bytes(8 << 20)))
+            submit = mesh.tokenizer.expect(Submit)
+            submits.append(msgspec.structs.replace(submit, body=b""))
+        grown = rss_bytes() - before
+
+        assert grown < 80 << 20  # 160 MiB have passed through
+        for client, submit in zip(clients, submits, strict=True):
+            mesh.tokenizer.answer(submit, b"{}")
+            assert client.getresponse().status == 200
+
+
+def rss_bytes() -> int:
+    return psutil.Process().memory_info().rss
