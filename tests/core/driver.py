@@ -248,16 +248,13 @@ class Driver:
         """I12: all requests ended rightly, and nothing of them is left."""
         for request in self.requests.values():
             request.verify(VOCAB)
+            assert sum(report.rid == request.rid for report in self.ended()) == 1
         stats = self.core.stats()
         assert (stats.running, stats.waiting, stats.inflight_tokens) == (0, 0, 0)
         for pool in range(3):
             free, evictable, fenced, held = self.blocks(pool)
             assert (fenced, held) == (0, 0)
             assert free + evictable == stats.total_blocks[pool]
-
-    def _is_told_elsewhere(self, rid: bytes, peer: str) -> bool:
-        """An end that one tokenizer had already is repeated to another one."""
-        return bool(self.requests[rid].terminals) and peer != TOKENIZER
 
     def _route(self, send: Send) -> None:
         match send.message:
@@ -270,11 +267,9 @@ class Driver:
                 self.tails.clear()
             case TokenBatch(rows=rows) if not self.lost:
                 for row in rows:
-                    if not self._is_told_elsewhere(row.rid, send.peer):
-                        self.requests[row.rid].take(row, self.now)
+                    self.requests[row.rid].take(row, self.now)
             case Finished(rid=rid) | Failed(rid=rid) if not self.lost and rid in self.requests:
-                if not self._is_told_elsewhere(rid, send.peer):
-                    self.requests[rid].terminals.append(send.message)
+                self.requests[rid].end(send.message)
             case Accepted() | _:
                 pass
 

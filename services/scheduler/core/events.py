@@ -104,15 +104,15 @@ class RequestEnded:
     outcome: str  # stop, length, abort, or the error code's name
     detail: str
     prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    preemptions: int
     received_ns: int
-    admitted_ns: int
-    first_token_ns: int
     ended_ns: int
-    first_step: int  # group steps that carried its rows
-    last_step: int
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    admitted_ns: int = 0
+    first_token_ns: int = 0
+    first_step: int = 0  # group steps that carried its rows
+    last_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)

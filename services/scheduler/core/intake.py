@@ -80,16 +80,8 @@ class Intake:
             self.check_fit(request)
         except Refusal as refusal:
             registry.num_failed += 1
-            self._outbox.send(
-                message.reply_to,
-                Failed(
-                    rid,
-                    refusal.code,
-                    refusal.detail,
-                    refusal.param,
-                    refusal.retry_after_s,
-                ),
-            )
+            failed = Failed(rid, refusal.code, refusal.detail, refusal.param, refusal.retry_after_s)
+            self._outbox.refused(message, failed, now)
             return None
         registry.ended.pop(rid, None)
         registry.live[rid] = request

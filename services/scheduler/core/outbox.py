@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from deepmesh.wire.messages import Failed, Finished, FinishReason, TokenBatch, TokenRow
+from deepmesh.wire.messages import Failed, Finished, FinishReason, Generate, TokenBatch, TokenRow
 
 from .events import Action, Note, Outgoing, RequestEnded, Send
 from .group import group_step_of
@@ -95,6 +95,21 @@ class Outbox:
                 ended_ns=now,
                 first_step=request.first_step,
                 last_step=request.last_step,
+            )
+        )
+
+    def refused(self, generate: Generate, failed: Failed, now: int) -> None:
+        """The end of a request that was never accepted."""
+        self.send(generate.reply_to, failed)
+        self.actions.append(
+            RequestEnded(
+                rid=generate.rid,
+                traceparent=generate.traceparent,
+                outcome=failed.code.name,
+                detail=failed.detail,
+                prompt_tokens=generate.prompt_len,
+                received_ns=now,
+                ended_ns=now,
             )
         )
 

@@ -53,13 +53,18 @@ class SimRequest:
         """Tokens by absolute position: repeats must agree, gaps must not happen."""
         ids = unpack_ids(row.ids).tolist()
         assert row.pos <= len(self.output), f"{self.rid!r} has a gap at {row.pos}"
-        assert not self.terminals, f"{self.rid!r} got tokens behind its end"
         known = self.output[row.pos : row.pos + len(ids)]
+        assert not self.terminals or len(known) == len(ids), f"{self.rid!r} goes on after its end"
         assert ids[: len(known)] == known, f"{self.rid!r} got other tokens again"
         if row.pos == 0 and not self.output:
             self.first_token_ns = now
             self.cached_tokens = row.cached_tokens
         self.output[row.pos : row.pos + len(ids)] = ids
+
+    def end(self, terminal: Finished | Failed) -> None:
+        """The terminal message; the same one again is a repeat after a lost link."""
+        if terminal not in self.terminals:
+            self.terminals.append(terminal)
 
     def expected(self, vocab_size: int) -> tuple[list[int], str]:
         """What the oracle says it must bring, and why it ends."""

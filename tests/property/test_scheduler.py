@@ -1,0 +1,180 @@
+"""Any order of events: all invariants hold after each, and every request gets its own tokens.
+
+`Driver.feed` audits after every event, checks every read against shadow KV, and lets the external
+writer fill whatever became free.
+"""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from msgspec.structs import replace
+
+from deepmesh.wire.messages import StepStatus
+from services.scheduler.sim.requests import SimRequest
+from tests.core.driver import CONFIG, EXECUTOR, TOKENIZER, Driver, words
+
+PREFIX = words(64, seed=7)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """One core on a small device; at the end everything is allowed to finish."""
+
+    driver: Driver
+
+    @initialize(
+        depth=st.sampled_from([1, 2, 3]),
+        blocks=st.integers(10, 24),
+        windows=st.integers(6, 16),
+        states=st.integers(1, 6),
+        slots=st.integers(1, 5),
+        cache=st.booleans(),
+        step_tokens=st.sampled_from([16, 32, 64]),
+    )
+    def start(
+        self,
+        depth: int,
+        blocks: int,
+        windows: int,
+        states: int,
+        slots: int,
+        cache: bool,
+        step_tokens: int,
+    ) -> None:
+        config = replace(
+            CONFIG,
+            depth=depth,
+            max_rows=4,
+            prefix_cache=cache,
+            step_tokens=step_tokens,
+        )
+        self.driver = Driver(
+            config,
+            num_global_blocks=blocks,
+            num_window_blocks=windows,
+            num_state_blocks=states,
+            num_slots=slots,
+            max_model_len=80,
+        )
+        self.waited_s = 0
+        self.masks = 0
+
+    # ------------------------------------------------------------ tokenizer
+
+    @rule(
+        shared=st.integers(0, 50),
+        own=st.integers(1, 30),
+        max_tokens=st.integers(1, 30),
+        stops=st.booleans(),
+        grammar=st.booleans(),
+        priority=st.integers(0, 1),
+    )
+    def ask(
+        self, shared: int, own: int, max_tokens: int, stops: bool, grammar: bool, priority: int
+    ) -> None:
+        if len(self.driver.requests) < 12 and not self.driver.lost:
+            self.driver.ask(
+                PREFIX[:shared] + words(own, seed=own),
+                min(max_tokens, 80 - shared - own) or 1,
+                stop_ids=frozenset(range(12)) if stops else frozenset(),
+                grammar=grammar,
+                priority=priority,
+            )
+
+    def pick(self, data: st.DataObject) -> SimRequest | None:
+        requests = list(self.driver.requests.values())
+        return data.draw(st.sampled_from(requests)) if requests else None
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request = self.pick(data)
+        if request is not None and not self.driver.lost:
+            self.driver.abort(request)
+
+    @rule(data=st.data(), keep=st.integers(1, 20))
+    def stop_at(self, data: st.DataObject, keep: int) -> None:
+        request = self.pick(data)
+        if request and not self.driver.lost and len(request.output) >= keep:
+            if not request.terminals:
+                request.stop_at = keep
+            self.driver.stop_at(request, keep)
+
+    @rule(data=st.data())
+    def ack_and_attach(self, data: st.DataObject) -> None:
+        request = self.pick(data)
+        if request is not None and not self.driver.lost:
+            self.driver.ack(request)
+            if not request.terminals:
+                self.driver.attach(request, max(0, len(request.output) - 2))
+
+    @rule(data=st.data())
+    def send_again(self, data: st.DataObject) -> None:
+        request = self.pick(data)
+        if request is not None and not self.driver.lost and not request.terminals:
+            request.attempt += 1
+            self.driver.mail(request.generate(TOKENIZER))
+
+    @rule()
+    def lose_or_regain_the_tokenizer(self) -> None:
+        if self.driver.lost:
+            self.driver.regain_tokenizer()
+        else:
+            self.driver.lose_tokenizer()
+
+    # ------------------------------------------------------------ device
+
+    @rule()
+    def tick(self) -> None:
+        self.driver.tick()
+
+    @precondition(lambda self: self.driver.steps and not self.driver.tails)
+    @rule(miss=st.booleans())
+    def body(self, miss: bool) -> None:
+        if not miss:
+            self.driver.body()
+            return
+        step = self.driver.steps.popleft()
+        result = self.driver.device.body(step, unmasked=lambda row: row % 2 == 0)
+        self.driver.tails.append(step)
+        self.driver.mail(result, EXECUTOR)
+
+    @precondition(lambda self: self.driver.tails)
+    @rule()
+    def tail(self) -> None:
+        self.driver.tail()
+
+    @rule(count=st.integers(1, 12))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.driver.step()
+
+    @precondition(lambda self: self.driver.steps and not self.driver.tails)
+    @rule()
+    def fail_a_step(self) -> None:
+        step = self.driver.steps.popleft()
+        result = self.driver.device.body(step)
+        self.driver.mail(replace(result, status=StepStatus.ERROR, error="fault"), EXECUTOR)
+
+    @rule(late=st.booleans())
+    def lose_the_executor(self, late: bool) -> None:
+        self.driver.lose_executor()
+        if late:
+            self.driver.tick()
+        self.driver.load()
+
+    @precondition(lambda self: self.waited_s < 40)
+    @rule(seconds=st.integers(1, 11))
+    def wait(self, seconds: int) -> None:
+        self.waited_s += seconds
+        self.driver.tick(seconds=seconds)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        if self.driver.lost:
+            self.driver.regain_tokenizer()
+        self.driver.run()
+        self.driver.assert_clean()
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
