@@ -12,9 +12,9 @@ import uvloop
 
 from deepmesh import log, telemetry
 from deepmesh.config import ConfigError, load_config
-from services.tokenizer.model import ModelError
 from services.tokenizer.prepare import Preparer
 from services.tokenizer.service import Service
+from services.tokenizer.vocabulary import ModelError
 
 
 def main() -> int:

@@ -7,12 +7,12 @@ import msgspec
 
 from deepmesh.wire.messages import ErrorCode
 from services.tokenizer.completions import read_prompt
-from services.tokenizer.detokenize import Vocabulary
 from services.tokenizer.model import Model
 from services.tokenizer.normalize import Limits, check_fields, check_model, normalise
 from services.tokenizer.reading import Json, boolean, parse_object, token_ids
 from services.tokenizer.recipe import Recipe
 from services.tokenizer.refusal import Refusal
+from services.tokenizer.vocabulary import Vocabulary
 
 
 class Answer(NamedTuple):
@@ -75,7 +75,7 @@ def tokenize(body: Json, recipe: Recipe, limits: Limits, model: Model, context: 
         ids = read_prompt(given["prompt"], model, add_bos=special)
     answer: Json = {"count": len(ids), "max_model_len": context, "tokens": ids}
     if boolean(given, "return_token_strs"):
-        answer["token_strs"] = [model.tokenizer.id_to_token(token) for token in ids]
+        answer["token_strs"] = [model.vocabulary.name_of(token) for token in ids]
     return Answer(msgspec.json.encode(answer), len(ids))
 
 

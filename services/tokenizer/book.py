@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from deepmesh.wire.messages import (
@@ -21,6 +22,8 @@ from services.tokenizer.upstream import Upstream
 
 KEEP_S = 10.0  # an ended request, for a gateway that asks again
 MAX_KEPT = 512
+# what an output may cause that neither the recipe nor we can read: it fails its request alone
+TEXT_ERRORS = (RuntimeError, ValueError, TypeError, LookupError)
 
 
 class Clock(NamedTuple):
@@ -83,19 +86,15 @@ class Book:
 
     def send_again(self, request: Request, next_event: int) -> None:
         """What the gateway may have missed, from `next_event` on."""
-        events = request.since(next_event)
-        match request.end:
-            case ResponseFailed() as failed:
-                self._outbox.add(ToGateway(request.gateway, failed))
-            case ResponseFinished() as finished:
-                if request.generation is not None:
-                    finished = finished_message(request, next_event, events)
-                self._outbox.add(ToGateway(request.gateway, finished))
-            case None if request.is_admitted:
-                delta = Delta(request.rid, next_event, events, DELTA_ADMITTED)
-                self._outbox.delta(request.gateway, delta)
-            case None:
-                pass
+        if request.is_admitted:
+            first = max(next_event, request.first_kept)
+            delta = Delta(request.rid, first, request.since(first), DELTA_ADMITTED)
+            self._outbox.delta(request.gateway, delta)
+        end = request.end
+        if isinstance(end, ResponseFinished) and end.events:
+            end = msgspec.structs.replace(end, first_event=request.next_event, events=[])
+        if end is not None:
+            self._outbox.add(ToGateway(request.gateway, end))
 
     def complete(self, request: Request, reason: FinishReason, clock: Clock) -> None:
         """All tokens are there: the last events, or the body."""
@@ -108,10 +107,11 @@ class Book:
                 request.has_started = True
                 events += generation.text.start(request.cached_tokens)
             events += generation.text.finish(reason)
-        except RuntimeError as error:
+        except TEXT_ERRORS as error:
             detail = f"the output cannot be decoded: {error}"
             self.fail(request, ErrorCode.INTERNAL, detail, clock)
             return
+        request.is_admitted |= request.is_stream
         delta = request.add_events(events) if request.is_stream else None
         first = delta.first_event if delta is not None else request.next_event
         fresh = delta.events if delta is not None else []

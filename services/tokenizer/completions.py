@@ -3,10 +3,9 @@
 from typing import Any, NamedTuple
 
 import msgspec
-from tokenizers import Tokenizer
 
 from deepmesh.wire.messages import FinishReason
-from services.tokenizer.detokenize import Detokenizer, StopMatcher, Vocabulary
+from services.tokenizer.detokenize import Detokenizer, StopMatcher
 from services.tokenizer.events import clamp_logprob
 from services.tokenizer.model import BOS, Model
 from services.tokenizer.normalize import Limits, check_fields, check_model
@@ -14,6 +13,7 @@ from services.tokenizer.reading import Json, boolean, is_array, kind_of, stop_st
 from services.tokenizer.refusal import Refusal
 from services.tokenizer.sampling import Settings, read_settings
 from services.tokenizer.text_stream import Token
+from services.tokenizer.vocabulary import Vocabulary
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -56,7 +56,9 @@ def read_prompt(prompt: object, model: Model, *, add_bos: bool) -> list[int]:
     if prompt is None:
         raise Refusal("`prompt` is missing.", "prompt")
     if isinstance(prompt, str):
-        return encode_text(prompt, model.tokenizer, model.bos_id, add_bos=add_bos)
+        ids = model.tokenizer.encode(prompt)  # special tokens may be spelled: the template is
+        # the user's; and the model has seen every text begin with its BOS token
+        return [model.bos_id, *ids] if add_bos and not prompt.startswith(BOS) else ids
     if not is_array(prompt):
         kind = kind_of(prompt)
         raise Refusal(f"`prompt` must be a string or a list of token ids, not {kind}.", "prompt")
@@ -70,12 +72,6 @@ def read_prompt(prompt: object, model: Model, *, add_bos: bool) -> list[int]:
             )
         return read_prompt(first, model, add_bos=add_bos)
     return token_ids(prompt, "prompt", model.vocab_size)
-
-
-def encode_text(text: str, tokenizer: Tokenizer, bos_id: int, *, add_bos: bool) -> list[int]:
-    """Text with the added vocabulary; the model has seen every text begin with its BOS token."""
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
-    return [bos_id, *ids] if add_bos and not text.startswith(BOS) else ids
 
 
 class CompletionStream:

@@ -1,5 +1,7 @@
 """What the service decides: requests from `Submit` to their one end. No I/O, no own clock."""
 
+import msgspec
+
 from deepmesh.config import Config
 from deepmesh.wire.link import Peer
 from deepmesh.wire.messages import (
@@ -22,7 +24,7 @@ from deepmesh.wire.messages import (
 )
 from services.tokenizer.actions import Action, Outbox, Prepare
 from services.tokenizer.answers import Answer
-from services.tokenizer.book import Book, Clock, local_end
+from services.tokenizer.book import TEXT_ERRORS, Book, Clock, local_end
 from services.tokenizer.prepare import Generation
 from services.tokenizer.refusal import Refusal
 from services.tokenizer.request import Phase, Request
@@ -91,6 +93,7 @@ class Core:
         if request is None or request.phase is not Phase.PREPARING:
             return
         self._outbox.add(tokenize_span(request, outcome, began_ns, clock.wall_ns))
+        request.submit = msgspec.structs.replace(request.submit, body=b"")  # may be megabytes
         match outcome:
             case Refusal(code=code, detail=detail, param=param):
                 self._book.end(request, ResponseFailed(rid, code, detail, param), clock)
@@ -163,7 +166,7 @@ class Core:
         self._book.sweep(clock)
 
     def fail_all(self, detail: str, clock: Clock) -> None:
-        """The process ends: whatever still runs fails, and is aborted upstream."""
+        """The mesh ends: whatever still runs fails, and is aborted upstream."""
         for request in self._book.live:
             self._upstream.abort(request)
             self._book.fail(request, ErrorCode.OVERLOADED, detail, clock)
@@ -178,12 +181,10 @@ class Core:
             known.orphaned_at = 0.0
             self._book.send_again(known, submit.next_event)
             return
-        request = self._book.open(submit, stamps.sender, stamps.received_ns)
         if self.draining:
-            detail = "this tokenizer is shutting down; send the request again"
-            self._book.fail(request, ErrorCode.OVERLOADED, detail, clock)
-        else:
-            self._outbox.add(Prepare(submit))
+            return  # the gateway sends it elsewhere when this link closes
+        self._book.open(submit, stamps.sender, stamps.received_ns)
+        self._outbox.add(Prepare(submit))
 
     def _cancel(self, rid: Rid, clock: Clock) -> None:
         request = self._book.get(rid)
@@ -225,7 +226,7 @@ class Core:
             self._hop("TokenBatch", request, stamps)
         try:
             events = feed(request, row)
-        except (RuntimeError, ValueError) as error:  # neither we nor the recipe can read this
+        except TEXT_ERRORS as error:
             self._upstream.abort(request)
             detail = f"the output cannot be decoded: {error}"
             self._book.fail(request, ErrorCode.INTERNAL, detail, clock)

@@ -4,21 +4,19 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from tokenizers import Tokenizer
+import deepseek_recipe as dr
+
+from services.tokenizer.vocabulary import ModelError, Vocabulary
 
 EOS = "<｜end▁of▁sentence｜>"
 BOS = "<｜begin▁of▁sentence｜>"
 
 
-class ModelError(ValueError):
-    """The model folder cannot be served; the text names the file and the key."""
-
-
 class Model(NamedTuple):
     """Read once at the start."""
 
-    tokenizer_json: str
-    tokenizer: Tokenizer
+    tokenizer: dr.Tokenizer
+    vocabulary: Vocabulary
     vocab_size: int
     max_positions: int
     bos_id: int
@@ -37,11 +35,15 @@ def load_model(folder: Path) -> Model:
         tokenizer_json = (folder / "tokenizer.json").read_text("utf-8")
     except OSError as error:
         raise ModelError(f"{folder / 'tokenizer.json'}: {error.strerror}") from error
-    tokenizer = Tokenizer.from_str(tokenizer_json)
-    bos, eos = (_special_id(folder, tokenizer, token) for token in (BOS, EOS))
+    try:
+        vocabulary = Vocabulary(tokenizer_json)
+        tokenizer = dr.Tokenizer.from_str(tokenizer_json)
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise ModelError(f"{folder / 'tokenizer.json'}: {error}") from error
+    bos, eos = vocabulary.special_id(BOS), vocabulary.special_id(EOS)
     return Model(
-        tokenizer_json=tokenizer_json,
         tokenizer=tokenizer,
+        vocabulary=vocabulary,
         vocab_size=_positive(folder, text, "vocab_size"),
         max_positions=_positive(folder, text, "max_position_embeddings"),
         bos_id=bos,
@@ -58,13 +60,6 @@ def _listed_eos(folder: Path, config: dict[str, Any], text: dict[str, Any]) -> l
         if isinstance(listed, list):
             return [int(token) for token in cast("list[int]", listed)]
     return []
-
-
-def _special_id(folder: Path, tokenizer: Tokenizer, token: str) -> int:
-    found = tokenizer.token_to_id(token)
-    if found is None:
-        raise ModelError(f"{folder / 'tokenizer.json'}: the token {token} is missing")
-    return found
 
 
 def _positive(folder: Path, config: dict[str, Any], key: str) -> int:

@@ -12,7 +12,6 @@ from deepmesh.wire.packed import pack_ids
 from services.tokenizer import answers
 from services.tokenizer.answers import Answer
 from services.tokenizer.completions import CompletionStream, read_completion
-from services.tokenizer.detokenize import Vocabulary
 from services.tokenizer.model import load_model
 from services.tokenizer.normalize import Limits, normalise
 from services.tokenizer.reading import Json, parse_object
@@ -46,9 +45,8 @@ class Preparer:
         self._model = load_model(Path(config.mesh.model))
         self._settings = config.tokenizer
         self._models = (config.served_model, *config.mesh.aliases)
-        self._vocabulary = Vocabulary(self._model.tokenizer_json)
         self._recipe = Recipe(
-            self._model.tokenizer_json, self._models, thinking=self._settings.default_thinking
+            self._model.tokenizer, self._models, thinking=self._settings.default_thinking
         )
         self._limits = Limits(
             models=self._models,
@@ -82,7 +80,7 @@ class Preparer:
             case "tokenize":
                 return answers.tokenize(body, self._recipe, self._limits, self._model, context)
             case "detokenize":
-                return answers.detokenize(body, self._vocabulary, self._limits)
+                return answers.detokenize(body, self._model.vocabulary, self._limits)
             case _:
                 raise Refusal(f"Unknown protocol {submit.protocol!r}.", code=ErrorCode.INTERNAL)
 
@@ -108,7 +106,7 @@ class Preparer:
         request = read_completion(body, self._limits, self._model)
         created_s = submit.created_s or self._now_s()
         silent = self._silent_ids(request.settings)
-        text = CompletionStream(request, self._vocabulary, submit.rid, created_s, silent)
+        text = CompletionStream(request, self._model.vocabulary, submit.rid, created_s, silent)
         return self._generation(
             submit, request.prompt_ids, request.settings, text, context, stream=request.stream
         )

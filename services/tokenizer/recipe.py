@@ -43,8 +43,8 @@ class Conversation(NamedTuple):
 class Recipe:
     """The library with one model's tokenizer and names. Safe to use from several threads."""
 
-    def __init__(self, tokenizer_json: str, models: tuple[str, ...], *, thinking: bool) -> None:
-        self._tokenizer = dr.Tokenizer.from_str(tokenizer_json)
+    def __init__(self, tokenizer: dr.Tokenizer, models: tuple[str, ...], *, thinking: bool) -> None:
+        self._tokenizer = tokenizer
         self._encoding = dr.DeepseekV41Encoding().with_tokenizer(self._tokenizer)
         self._options = dr.ConversionOptions(
             default_thinking_mode=thinking,
@@ -126,9 +126,14 @@ def deepseek_sampling(conversation: Conversation, settings: Settings) -> Samplin
     options = conversation.request.inference_options
     return msgspec.structs.replace(
         settings.sampling,
-        temperature=options.temperature if options.temperature is not None else 1.0,
-        top_p=options.top_p if options.top_p is not None else 1.0,
+        temperature=_rounded(options.temperature),
+        top_p=_rounded(options.top_p),
     )
+
+
+def _rounded(value: float | None) -> float:
+    """The library's floats are 32 bits wide: 0.95 comes out as 0.949999988."""
+    return 1.0 if value is None else round(value, 6)
 
 
 # ---------------------------------------------------------------- errors

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from deepmesh.config import Config
 from deepmesh.telemetry import Tracer
@@ -52,8 +53,13 @@ class Service:
         return self._listener.address
 
     async def run(self) -> None:
-        """Until `stop`; then what runs may finish for a few seconds."""
+        """Until `stop`; then what runs may finish for a few seconds.
+
+        Requests that have not ended by then are not lost: their gateways send them to another
+        tokenizer, or to the next instance of this one, and their schedulers go on meanwhile.
+        """
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._broken)
         self._stop = asyncio.Event()
         self._inbox.start(loop)
         try:
@@ -61,10 +67,8 @@ class Service:
                 self._core.tick(_clock())
                 self._act()
                 await self._pause()
-        finally:
-            self._core.fail_all("the tokenizer is shutting down", _clock())
-            self._act()
             await asyncio.sleep(0.05)  # let the last messages leave
+        finally:
             self._inbox.close()
             self._threads.shutdown(wait=False, cancel_futures=True)
         if self._error is not None:
@@ -73,7 +77,7 @@ class Service:
     def stop(self, within_s: float = DRAIN_S) -> None:
         """Take nothing new, finish what is there, then end."""
         if not self._core.draining:
-            _log.info("draining %d requests", self._core.num_live)
+            _log.info("stops; %d requests run", self._core.num_live)
         self._core.draining = True
         self._drain_until = time.monotonic() + within_s
         if self._stop is not None:
@@ -97,16 +101,18 @@ class Service:
         return self._core.num_live == 0 or time.monotonic() >= self._drain_until
 
     def _on_event(self, endpoint: Endpoint, event: LinkEvent) -> None:
-        try:
-            if isinstance(endpoint, Dialer):
-                self._from_scheduler(endpoint, event)
-            else:
-                self._from_gateway(event)
-            self._act()
-        except Exception as error:  # a bug ends the process: its peers go on without it
-            _log.exception("cannot go on")
-            self._error = error
-            self.stop(0.0)
+        if isinstance(endpoint, Dialer):
+            self._from_scheduler(endpoint, event)
+        else:
+            self._from_gateway(event)
+        self._act()
+
+    def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A callback raised: a bug. State may be half changed, so the process ends."""
+        loop.default_exception_handler(context)
+        error: object = context.get("exception")
+        self._error = error if isinstance(error, Exception) else RuntimeError(context["message"])
+        self.stop(0.0)
 
     def _from_scheduler(self, dialer: Dialer, event: LinkEvent) -> None:
         match event:
@@ -128,8 +134,11 @@ class Service:
             case PeerDown(peer=peer, reason=reason):
                 _log.info("%s is gone: %s", peer.name, reason)
                 self._core.gateway_down(peer.name, _clock())
-            case Mail(message=Drain(deadline_s=within_s) | Shutdown(deadline_s=within_s)):
+            case Mail(message=Drain(deadline_s=within_s)):
                 self.stop(within_s)
+            case Mail(message=Shutdown()):
+                self._core.fail_all("the mesh is shutting down", _clock())
+                self.stop(0.0)
             case Mail(peer=peer, message=message):
                 stamps = Stamps(peer.name, event.sent_ns, event.received_ns)
                 self._core.gateway_mail(message, stamps, _clock())
@@ -186,12 +195,12 @@ class Service:
 
 
 def prepare(preparer: Preparer, submit: Submit, context: int) -> Generation | Answer | Refusal:
-    """`Preparer.prepare` with its refusals as values; a bug becomes the request's own failure."""
+    """`Preparer.prepare` with its refusals as values."""
     try:
         return preparer.prepare(submit, context)
     except Refusal as refusal:
         return refusal
-    except (RuntimeError, OverflowError, RecursionError) as error:
+    except Exception as error:  # a bug fails this request alone: it would be sent here again
         _log.exception("cannot prepare a %s request", submit.protocol)
         return Refusal(f"The request cannot be converted: {error}", code=ErrorCode.INTERNAL)
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from deepmesh.config import TokenizerConfig
 from deepmesh.wire.messages import (
     Ack,
     FinishReason,
@@ -161,6 +162,26 @@ def test_sampling_fields_win_over_thinking_mode(mesh: Bench) -> None:
     assert generate.salt
 
 
+def test_sampling_as_the_publisher_does_it(tmp_path: Path) -> None:
+    settings = TokenizerConfig(thinking_sampling="deepseek")
+    with bench(tmp_path, settings) as mesh:
+        body = {"messages": HI, "temperature": 0, "top_p": 0.3, "top_k": 4}
+        _, generate = run(mesh, "chat", body, "x</think>y")
+        sampling = generate.sampling
+        assert (sampling.temperature, sampling.top_k) == (1.0, 4)
+        assert sampling.top_p >= 0.95
+        _, generate = run(mesh, "chat", {**body, **PLAIN}, "y")
+        assert generate.sampling.temperature == 0.0
+
+
+def test_configured_defaults(tmp_path: Path) -> None:
+    settings = TokenizerConfig(default_thinking=False, default_max_tokens=33)
+    with bench(tmp_path, settings) as mesh:
+        reply, generate = run(mesh, "chat", {"messages": HI}, "y")
+        assert generate.max_tokens == 33
+        assert reply.json["choices"][0]["message"]["content"] == "y"
+
+
 def test_defaults(mesh: Bench) -> None:
     _, generate = run(mesh, "chat", {"messages": HI}, "x</think>y")
     assert generate.sampling == SamplingParams()
@@ -210,6 +231,16 @@ def test_tool_calls(mesh: Bench) -> None:
 
     plain, _ = run(mesh, "chat", {**body, "stream": False}, f"hm</think>ok{CALL}")
     (call,) = plain.json["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
+
+
+def test_a_named_tool_is_called_without_thinking(mesh: Bench) -> None:
+    choice = {"type": "function", "function": {"name": "f"}}
+    body = {"messages": HI, "tools": CHAT_TOOLS, "tool_choice": choice, **PLAIN}
+    opened = "\n\n<｜DSML｜ calls>\n"
+    reply, generate = run(mesh, "chat", body, CALL.removeprefix(opened))
+    assert generate.prompt_ids.endswith(ids_bytes(f"</think>{opened}"))
+    (call,) = reply.json["choices"][0]["message"]["tool_calls"]
     assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
 
 

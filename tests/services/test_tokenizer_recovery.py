@@ -20,6 +20,7 @@ from deepmesh.wire.messages import (
     Generate,
     ResponseFailed,
     ResponseFinished,
+    Shutdown,
     StopAt,
 )
 from deepmesh.wire.packed import unpack_ids
@@ -322,24 +323,37 @@ def test_two_schedulers_share_and_replace_each_other(tmp_path: Path) -> None:
             assert mesh.gateway.reply(rid).json["choices"]
 
 
-@pytest.mark.parametrize("within_s", [0.0, 5.0])
-def test_stopping_fails_or_finishes_what_runs(tmp_path: Path, within_s: float) -> None:
-    with bench(tmp_path) as mesh:
-        rid = mesh.gateway.submit("chat", CHAT)
-        generate = mesh.scheduler.expect(Generate)
-        mesh.stage.until(lambda: mesh.gateway.stats.ready, "readiness")
-        mesh.running.ask_to_stop(within_s)
-        if within_s:
-            mesh.stage.until(lambda: not mesh.gateway.stats.ready, "its word that it drains")
-        late = mesh.gateway.submit("chat", CHAT) if within_s else b""
-        if within_s:
-            end = mesh.gateway.reply(late).end
-            assert isinstance(end, ResponseFailed)
-            assert end.code is ErrorCode.OVERLOADED
-            mesh.scheduler.answer(generate, OUTPUT)
-            assert isinstance(mesh.gateway.reply(rid).end, ResponseFinished)
-        else:
-            end = mesh.gateway.reply(rid).end
-            assert isinstance(end, ResponseFailed)
-            assert end.code is ErrorCode.OVERLOADED
-            assert mesh.scheduler.expect(Abort).rid == rid
+def test_draining_finishes_what_runs_and_takes_nothing_new(mesh: Bench) -> None:
+    rid = mesh.gateway.submit("chat", CHAT)
+    generate = mesh.scheduler.expect(Generate)
+    mesh.stage.until(lambda: mesh.gateway.stats.ready, "readiness")
+    mesh.running.ask_to_stop(10.0)
+    mesh.stage.until(lambda: not mesh.gateway.stats.ready, "its word that it drains")
+    late = mesh.gateway.submit("chat", CHAT)
+    mesh.scheduler.answer(generate, OUTPUT)
+    assert isinstance(mesh.gateway.reply(rid).end, ResponseFinished)
+    mesh.stage.until(lambda: not mesh.gateway.is_up, "its end")
+    assert not mesh.gateway.replies[late].ends  # the gateway has it still, for the next one
+    assert not mesh.scheduler.has(Generate)
+
+
+def test_a_tokenizer_that_stops_leaves_its_requests_to_the_next(mesh: Bench) -> None:
+    rid = b"n" * 16
+    mesh.gateway.submit("chat", CHAT, rid=rid)
+    mesh.scheduler.accept(mesh.scheduler.expect(Generate))
+    mesh.scheduler.tokens(rid, 0, OUTPUT[:4])
+    mesh.gateway.events(rid, 4)
+    mesh.running.ask_to_stop(0.0)
+    mesh.stage.until(lambda: not mesh.gateway.is_up, "its end")
+    assert not mesh.gateway.replies[rid].ends
+    assert not mesh.scheduler.has(Abort)
+
+
+def test_shutdown_fails_what_runs(mesh: Bench) -> None:
+    rid = mesh.gateway.submit("chat", CHAT)
+    mesh.scheduler.expect(Generate)
+    mesh.gateway.send(Shutdown())
+    end = mesh.gateway.reply(rid).end
+    assert isinstance(end, ResponseFailed)
+    assert end.code is ErrorCode.OVERLOADED
+    assert mesh.scheduler.expect(Abort).rid == rid

@@ -98,6 +98,11 @@ def test_malformed_json(preparer: Preparer, protocol: str, body: bytes) -> None:
     assert refusal(preparer, protocol, body).code is ErrorCode.INVALID
 
 
+def test_half_a_surrogate_pair_is_no_text(preparer: Preparer) -> None:
+    body = b'{"model":"tiny","messages":[{"role":"user","content":"\\ud800"}]}'
+    assert refusal(preparer, "chat", body).code is ErrorCode.INVALID
+
+
 def test_deeply_nested_bodies(preparer: Preparer) -> None:
     deep = b'{"model":"tiny","metadata":' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"}"
     assert refusal(preparer, "chat", deep).code is ErrorCode.INVALID

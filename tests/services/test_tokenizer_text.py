@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from deepmesh.wire.messages import FinishReason, Submit, TokenRow
 from deepmesh.wire.packed import pack_ids
-from services.tokenizer.detokenize import Detokenizer, StopMatcher, Vocabulary
-from services.tokenizer.model import ModelError
+from services.tokenizer.detokenize import Detokenizer, StopMatcher
 from services.tokenizer.prepare import Generation, Preparer
 from services.tokenizer.request import Request
 from services.tokenizer.tokens import feed
+from services.tokenizer.vocabulary import ModelError, Vocabulary
 from tests.fakes import fake_logprobs
 from tests.services.tokenizer_harness import HI, MODEL, PLAIN, TOKENIZER, ids_of, make_config
 

@@ -1,0 +1,62 @@
+"""The bytes behind each token id, read from tokenizer.json."""
+
+import json
+from typing import Any, cast
+
+
+class ModelError(ValueError):
+    """The model folder cannot be served; the text names the file and the key."""
+
+
+class Vocabulary:
+    """The bytes that each token id stands for (byte-level BPE and added tokens)."""
+
+    def __init__(self, tokenizer_json: str) -> None:
+        spec = cast("dict[str, Any]", json.loads(tokenizer_json))
+        if "ByteLevel" not in json.dumps(spec.get("decoder")):
+            raise ModelError("tokenizer.json: only byte-level decoders are supported")
+        to_byte = _byte_of_char()
+        self._bytes: dict[int, bytes] = {}
+        vocab = cast("dict[str, int]", spec["model"]["vocab"])
+        for text, token_id in vocab.items():
+            # an added token may use any character; it is overwritten below
+            self._bytes[token_id] = bytes(to_byte[c] for c in text if c in to_byte)
+        self._added: dict[str, int] = {}
+        for token in cast("list[dict[str, Any]]", spec.get("added_tokens") or []):
+            token_id, text = int(token["id"]), str(token["content"])
+            self._bytes[token_id] = text.encode()
+            self._added[text] = token_id
+
+    def special_id(self, text: str) -> int:
+        """The id of an added token.
+
+        Raises:
+            ModelError: it is missing.
+        """
+        if text not in self._added:
+            raise ModelError(f"tokenizer.json: the token {text} is missing")
+        return self._added[text]
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Ids without an entry (padding rows of the embedding) stand for nothing."""
+        return self._bytes.get(token_id, b"")
+
+    def text_of(self, token_ids: list[int]) -> str:
+        """All of it at once; bytes that are no character become U+FFFD."""
+        return b"".join(map(self.bytes_of, token_ids)).decode("utf-8", "replace")
+
+    def name_of(self, token_id: int) -> str:
+        """The token alone, for logprobs; part of a character is spelled `bytes:\\xf0…`."""
+        data = self.bytes_of(token_id)
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's printable stand-in of each byte, reversed."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in printable)
+    return table | {chr(256 + index): byte for index, byte in enumerate(others)}
