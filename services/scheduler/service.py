@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import threading
 import time
 
 from deepmesh.config import Config
@@ -65,11 +66,15 @@ class SchedulerService:
         self.inbox = Inbox(self.listener)
         self._traces = Traces(tracer)
         self._stops = self._stops_taken = 0
+        self._life = threading.RLock()  # a signal handler may come while this thread holds it
+        self._open = True
 
     def stop(self) -> None:
         """Drain; asked again, end at once. Safe from signal handlers and other threads."""
         self._stops += 1
-        self.inbox.wake()
+        with self._life:  # once the inbox is closed, its descriptor may be another's
+            if self._open:
+                self.inbox.wake()
 
     def run(self) -> None:
         """Serve until drained.
@@ -84,6 +89,8 @@ class SchedulerService:
                 self._turn(self.core.idle_for())
             self._say_last_words()
         finally:
+            with self._life:
+                self._open = False
             self.inbox.close()
 
     # ------------------------------------------------------------ the loop
