@@ -9,6 +9,8 @@ from typing import Literal
 
 import msgspec
 
+MIN_DISK_BYTES = 16 << 20
+
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of the tables of mesh.toml: unknown keys are errors."""
@@ -109,6 +111,18 @@ class SupervisorConfig(Section, frozen=True):
     stop_timeout_s: float = 10.0
 
 
+class KvstoreConfig(Section, frozen=True):
+    """[kvstore]: KV blocks off the device, and small records."""
+
+    count: int = 0  # processes; 0: none
+    address: str = ""
+    memory_bytes: int = 1 << 30  # 0: no memory tier
+    disk_bytes: int = 0  # 0: no disk tier, records do not outlive the process
+    disk_dir: str = ""  # empty: in the run folder; each process has a folder of its own below it
+    record_bytes: int = 64 << 20
+    shared_dir: str = ""  # files that executors map; empty: below /dev/shm; "off": none
+
+
 class Config(Section, frozen=True):
     """The whole of mesh.toml."""
 
@@ -120,6 +134,7 @@ class Config(Section, frozen=True):
     executor: ExecutorConfig = ExecutorConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
+    kvstore: KvstoreConfig = KvstoreConfig()
 
     @property
     def served_model(self) -> str:
@@ -133,6 +148,22 @@ class Config(Section, frozen=True):
     def scheduler_address(self, index: int) -> str:
         """Where scheduler `index` listens, for tokenizers and executors alike."""
         return self.scheduler.address or self._ipc(f"scheduler-{index}")
+
+    def kvstore_address(self, index: int) -> str:
+        """Where kvstore `index` listens, for schedulers, executors and tokenizers."""
+        return self.kvstore.address or self._ipc(f"kvstore-{index}")
+
+    def kvstore_disk_dir(self, index: int) -> Path:
+        """Folder of the disk tier of kvstore `index`."""
+        return Path(self.kvstore.disk_dir or f"{self.mesh.run_dir}/kvstore") / str(index)
+
+    @property
+    def shared_dir(self) -> Path | None:
+        """Folder of the files that processes of one machine map; kvstores make and remove it."""
+        if self.kvstore.shared_dir:
+            return Path(self.kvstore.shared_dir) if self.kvstore.shared_dir != "off" else None
+        where = hashlib.sha256(self.mesh.run_dir.encode()).hexdigest()[:8]
+        return Path("/dev/shm") / f"deepmesh-{self.mesh.name}-{where}"
 
     def _ipc(self, name: str) -> str:
         return f"ipc://{self.mesh.run_dir}/{name}.sock"
@@ -176,7 +207,12 @@ def _resolve(config: Config, path: Path | None) -> Config:
     if len(longest.encode()) > 107:
         raise ConfigError(f"mesh.run_dir: {run_dir!r} is too long for a unix socket (107 bytes)")
     mesh = msgspec.structs.replace(mesh, run_dir=run_dir, model=str((base / mesh.model).resolve()))
-    return msgspec.structs.replace(config, mesh=mesh)
+    kvstore = config.kvstore
+    if kvstore.disk_dir:
+        kvstore = msgspec.structs.replace(
+            kvstore, disk_dir=str((base / kvstore.disk_dir).resolve())
+        )
+    return msgspec.structs.replace(config, mesh=mesh, kvstore=kvstore)
 
 
 def _check(config: Config) -> None:
@@ -194,11 +230,17 @@ def _check(config: Config) -> None:
         "executor.threads": (config.executor.threads, 1, 1024),
         "links.heartbeat_s": (config.links.heartbeat_s, 0.01, 60),
         "links.timeout_s": (config.links.timeout_s, 2 * config.links.heartbeat_s, 600),
+        "kvstore.count": (config.kvstore.count, 0, 64),
+        "kvstore.memory_bytes": (config.kvstore.memory_bytes, 0, 1 << 46),
+        "kvstore.disk_bytes": (config.kvstore.disk_bytes, 0, 1 << 50),
+        "kvstore.record_bytes": (config.kvstore.record_bytes, 1 << 16, 1 << 36),
         "telemetry.sample_ratio": (config.telemetry.sample_ratio, 0.0, 1.0),
     }
     for key, (value, low, high) in limits.items():
         if not low <= value <= high:
             raise ConfigError(f"{key}: {value} is not between {low} and {high}")
+    if 0 < config.kvstore.disk_bytes < MIN_DISK_BYTES:
+        raise ConfigError(f"kvstore.disk_bytes: use 0 (off) or at least {MIN_DISK_BYTES}")
     for key in config.gateway.api_keys:
         if len(key) != 64 or not all(c in "0123456789abcdef" for c in key):
             raise ConfigError("gateway.api_keys: each entry is the SHA-256 hex digest of a key")

@@ -563,6 +563,244 @@ class Reset(Message, frozen=True):
     engine_epoch: int
 
 
+# ---------------------------------------------------------------- executor, scheduler <-> kvstore
+
+
+class KvKind(IntEnum):
+    """What a hash names in a kvstore."""
+
+    BLOCK = 0  # the global block that ends the chain
+    POINT = 1  # a resumable point at the end of the chain: window blocks and small state
+
+
+class KvTier(IntEnum):
+    """Where a kvstore keeps something; slower tiers have greater numbers."""
+
+    NONE = 0
+    MEMORY = 1
+    DISK = 2
+    SHARED = 3
+
+
+class KvStatus(IntEnum):
+    """Outcome of an order to a kvstore or of a transfer."""
+
+    OK = 0
+    MISS = 1  # not there, or damaged: compute it
+    FULL = 2  # no room, or no room of the caller's
+    INVALID = 3  # the order itself is wrong; `detail` or the log says why
+    ERROR = 4  # the disk failed
+
+
+class KvItem(Struct, frozen=True):
+    """One block or point. Its payload is its parts one after another."""
+
+    hash: bytes  # 16 bytes: chained hash; model and salt are in its root
+    kind: KvKind
+    parts: list[tuple[Pool, int]] = []  # bytes of each: a point's window blocks, then its state
+    checksum: int = 0  # CRC-32 (zlib) of the payload, made by the writer, checked by the reader
+    tier: KvTier = KvTier.NONE  # in answers
+    extents: list[tuple[int, int]] = []  # (offset, bytes) in the shared file; none: attached
+
+
+class KvMove(Struct, frozen=True):
+    """One block or point, and the pool blocks of the device that hold its parts."""
+
+    hash: bytes
+    kind: KvKind
+    blocks: list[tuple[Pool, int]]
+
+
+class SharedFile(Message, frozen=True):
+    """kvstore -> executor, once a link is up: transfers may go through this file.
+
+    It begins with `num_nonce_bytes` random bytes; who answers with these sees the same file.
+    """
+
+    path: str
+    num_bytes: int
+    num_nonce_bytes: int = 16
+
+
+class SharedFileSeen(Message, frozen=True):
+    """executor -> kvstore: the first bytes of the file; without this, payloads are attachments."""
+
+    nonce: bytes
+
+
+class Reserve(Message, frozen=True):
+    """executor -> kvstore: make room in the shared file for items that are to be put."""
+
+    op_id: int
+    items: list[KvItem]
+
+
+class Reserved(Message, frozen=True):
+    """kvstore -> executor: write where there are extents, then `PutBlocks` with the same op_id.
+
+    An item without extents is there already, or has no room.
+    """
+
+    op_id: int
+    status: KvStatus
+    items: list[KvItem]
+
+
+class PutBlocks(Message, frozen=True):
+    """executor -> kvstore. One attachment per item, in order; none for items with extents."""
+
+    op_id: int
+    engine_epoch: int
+    items: list[KvItem]
+    traceparent: str = ""
+
+
+class PutDone(Message, frozen=True):
+    """kvstore -> executor: what is kept from now on, on disk also over a crash."""
+
+    op_id: int
+    status: KvStatus
+    stored: bytes = b""  # one byte per item: its KvTier, the slowest that holds it
+    detail: str = ""
+
+
+class GetBlocks(Message, frozen=True):
+    """executor -> kvstore."""
+
+    op_id: int
+    items: list[KvItem]  # hash and kind
+    traceparent: str = ""
+
+
+class Blocks(Message, frozen=True):
+    """kvstore -> executor: the items asked for, in order; a miss has tier NONE.
+
+    Items with extents stay where they are until `BlocksRead`; the others that are there have one
+    attachment each, in order.
+    """
+
+    op_id: int
+    status: KvStatus
+    items: list[KvItem] = []
+    detail: str = ""
+
+
+class BlocksRead(Message, frozen=True):
+    """executor -> kvstore: the extents of a `Blocks` have been copied."""
+
+    op_id: int
+    damaged: list[int] = []  # indices of items whose checksum was wrong: the store drops them
+
+
+class Lookup(Message, frozen=True):
+    """scheduler -> kvstore: how much of this prefix is there?"""
+
+    lookup_id: int
+    chain: bytes  # 16-byte chained hashes of the prompt's full blocks
+    traceparent: str = ""
+
+
+class Hits(Message, frozen=True):
+    """kvstore -> scheduler. A hint: what is found now may be gone when it is fetched."""
+
+    lookup_id: int
+    num_blocks: int  # longest run of blocks from the start
+    num_point_blocks: int  # blocks below the last resumable point in that run
+    tier: KvTier = KvTier.NONE  # slowest tier needed to resume there
+
+
+class StoreBlocks(Message, frozen=True):
+    """scheduler -> executor: copy to the kvstore once `after_step` is complete."""
+
+    op_id: int
+    engine_epoch: int
+    after_step: int
+    moves: list[KvMove]
+    traceparent: str = ""
+
+
+class LoadBlocks(Message, frozen=True):
+    """scheduler -> executor: fill these blocks from the kvstore once `after_step` is complete."""
+
+    op_id: int
+    engine_epoch: int
+    after_step: int
+    moves: list[KvMove]
+    traceparent: str = ""
+
+
+class OpDone(Message, frozen=True):
+    """executor -> scheduler: a store or load has ended; its blocks are not touched any more."""
+
+    op_id: int
+    engine_epoch: int
+    status: KvStatus  # MISS: some moves of a load failed
+    done: bytes = b""  # one byte per move, 1 where it succeeded
+
+
+class PutRecord(Message, frozen=True):
+    """tokenizer -> kvstore: keep a small record, replacing one of the same name."""
+
+    op_id: int
+    kind: str  # response, batch, …
+    id: str
+    owner: str  # hash of the API key; others do not see the record
+    data: bytes
+    ttl_s: float
+
+
+class GetRecord(Message, frozen=True):
+    """tokenizer -> kvstore."""
+
+    op_id: int
+    kind: str
+    id: str
+    owner: str
+
+
+class DropRecord(Message, frozen=True):
+    """tokenizer -> kvstore. Idempotent."""
+
+    op_id: int
+    kind: str
+    id: str
+    owner: str
+
+
+class Record(Message, frozen=True):
+    """kvstore -> tokenizer: the answer to each of the three."""
+
+    op_id: int
+    status: KvStatus
+    kind: str
+    id: str
+    owner: str
+    data: bytes = b""
+    ttl_s: float = 0.0  # what is left of it
+    detail: str = ""
+
+
+class BlockEvents(Message, frozen=True):
+    """kvstore -> router: which blocks and points it has; begins with all of them."""
+
+    first: bool  # forget what was said before
+    added: list[KvItem] = []
+    dropped: list[KvItem] = []
+
+
+class GetStoreStats(Message, frozen=True):
+    """anyone -> kvstore."""
+
+    op_id: int
+
+
+class StoreStats(Message, frozen=True):
+    """kvstore -> who asked: counters since the start and present levels, by name."""
+
+    op_id: int
+    values: list[tuple[str, int]]
+
+
 AnyMessage = (
     Hello
     | Welcome
@@ -592,4 +830,25 @@ AnyMessage = (
     | StepResult
     | GpuDone
     | Reset
+    | SharedFile
+    | SharedFileSeen
+    | Reserve
+    | Reserved
+    | PutBlocks
+    | PutDone
+    | GetBlocks
+    | Blocks
+    | BlocksRead
+    | Lookup
+    | Hits
+    | StoreBlocks
+    | LoadBlocks
+    | OpDone
+    | PutRecord
+    | GetRecord
+    | DropRecord
+    | Record
+    | BlockEvents
+    | GetStoreStats
+    | StoreStats
 )

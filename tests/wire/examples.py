@@ -64,6 +64,11 @@ GENERATE = m.Generate(
     "00-" + "a" * 32 + "-" + "b" * 16 + "-01",
     b"h",
 )
+HASH = bytes(range(100, 116))
+ITEM = m.KvItem(
+    HASH, m.KvKind.POINT, [(m.Pool.WINDOW, 64), (m.Pool.STATE, 8)], 7, m.KvTier.DISK, [(4096, 72)]
+)
+MOVE = m.KvMove(HASH, m.KvKind.BLOCK, [(m.Pool.GLOBAL, 9)])
 
 EXAMPLES: tuple[m.AnyMessage, ...] = (
     m.Hello(*IDENTITY),
@@ -109,4 +114,25 @@ EXAMPLES: tuple[m.AnyMessage, ...] = (
     ),
     m.GpuDone(1, 0, (1 << 40) + 5, [(2, 0)]),
     m.Reset(2),
+    m.SharedFile("/dev/shm/deepmesh-local/kvstore-0.pool", 1 << 30, 16),
+    m.SharedFileSeen(b"n" * 16),
+    m.Reserve(5, [ITEM]),
+    m.Reserved(5, m.KvStatus.FULL, [ITEM]),
+    m.PutBlocks(5, 1, [ITEM], "00-x"),
+    m.PutDone(5, m.KvStatus.OK, b"\x02", "why"),
+    m.GetBlocks(6, [ITEM], "00-x"),
+    m.Blocks(6, m.KvStatus.OK, [ITEM], "why"),
+    m.BlocksRead(6, [0]),
+    m.Lookup(7, HASH * 2, "00-x"),
+    m.Hits(7, 2, 1, m.KvTier.MEMORY),
+    m.StoreBlocks(8, 1, (1 << 40) + 5, [MOVE], "00-x"),
+    m.LoadBlocks(9, 1, (1 << 40) + 5, [MOVE], "00-x"),
+    m.OpDone(9, 1, m.KvStatus.MISS, b"\x00"),
+    m.PutRecord(10, "response", "resp_1", "cafe", b"{}", 60.0),
+    m.GetRecord(11, "response", "resp_1", "cafe"),
+    m.DropRecord(12, "response", "resp_1", "cafe"),
+    m.Record(11, m.KvStatus.OK, "response", "resp_1", "cafe", b"{}", 59.5, "why"),
+    m.BlockEvents(True, [ITEM], [ITEM]),
+    m.GetStoreStats(13),
+    m.StoreStats(13, [("hits", 4)]),
 )
