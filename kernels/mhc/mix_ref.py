@@ -1,6 +1,8 @@
 """Reference of `mix.py`."""
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.mhc.rms_norm_ref import rms_scale_ref
@@ -32,38 +34,40 @@ def hyper_mix_ref(
 
 
 def sinkhorn(logits: Tensor, num_iters: int, eps: float) -> Tensor:
-    """[source, destination, num_tokens] -> near doubly stochastic, in place where it can."""
+    """[source, destination, num_tokens] -> near doubly stochastic.
+
+    Hundreds of tiny steps, so on a CPU through numpy: a call costs half of torch's, and additions
+    and divisions have the same bits in both. Plain additions in a fixed order throughout: a
+    library sum groups them by the tensor's shape.
+    """
     comb = (logits - logits.amax(1, keepdim=True)).exp_()
-    # A tensor, since torch copies a Python number into one at every step.
-    epsilon = torch.full((1, 1, 1), eps)
-    over_rows, over_cols = _Sum(comb, 0), _Sum(comb, 1)
-    comb.div_(over_cols()).add_(epsilon)
-    comb.div_(over_rows().add_(epsilon))
+    matrix, epsilon = comb.numpy(), np.float32(eps)
+    over_rows, over_cols = _Sum(matrix, 0), _Sum(matrix, 1)
+    np.divide(matrix, over_cols(), matrix)
+    np.add(matrix, epsilon, matrix)
+    np.divide(matrix, over_rows(epsilon), matrix)
     for _ in range(num_iters - 1):
-        comb.div_(over_cols().add_(epsilon))
-        comb.div_(over_rows().add_(epsilon))
+        np.divide(matrix, over_cols(epsilon), matrix)
+        np.divide(matrix, over_rows(epsilon), matrix)
     return comb
 
 
 class _Sum:
-    """Sum of a tensor over a short dimension, again and again: the views are made once.
+    """Sum of a matrix over a short axis, again and again: the views are made once."""
 
-    Plain additions in a fixed order: a library sum groups them by the tensor's shape.
-    """
+    def __init__(self, matrix: NDArray[np.float32], axis: int) -> None:
+        size = matrix.shape[axis]
+        self._halves = np.split(matrix, 2, axis) if size % 2 == 0 else []
+        self._folded = np.empty_like(self._halves[0]) if self._halves else matrix
+        self._parts = np.split(self._folded, self._folded.shape[axis], axis)
+        self._out = np.empty_like(self._parts[0])
 
-    def __init__(self, x: Tensor, dim: int) -> None:
-        size = x.shape[dim]
-        self._halves = x.split(size // 2, dim) if size % 2 == 0 else None
-        self._folded = torch.empty_like(self._halves[0]) if self._halves else x
-        self._parts = self._folded.split(1, dim)
-        self._out = torch.empty_like(self._parts[0])
-
-    def __call__(self) -> Tensor:
+    def __call__(self, offset: np.float32 | None = None) -> NDArray[np.float32]:
         if self._halves:
-            torch.add(*self._halves, out=self._folded)
-        if len(self._parts) == 1:
-            return self._out.copy_(self._parts[0])
-        torch.add(self._parts[0], self._parts[1], out=self._out)
-        for part in self._parts[2:]:
-            self._out.add_(part)
-        return self._out
+            np.add(self._halves[0], self._halves[1], self._folded)
+        total, out = self._parts[0], self._out
+        for part in self._parts[1:]:
+            total = np.add(total, part, out)
+        if offset is not None:
+            total = np.add(total, offset, out)
+        return total

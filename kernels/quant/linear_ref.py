@@ -24,6 +24,8 @@ def to_tiles(x: Tensor) -> Tensor:
 def multiply_tiles(tiles: Tensor, weight_t: Tensor) -> Tensor:
     """Every call that BLAS sees has the same shape, so it always takes the same path."""
     num_tiles, _, in_features = tiles.shape
+    if in_features <= SLICE_IN:
+        return torch.bmm(tiles, weight_t.expand(num_tiles, *weight_t.shape))
     out: Tensor | None = None
     for start in range(0, in_features, SLICE_IN):
         part = weight_t[start : start + SLICE_IN]

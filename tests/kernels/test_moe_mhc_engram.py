@@ -45,6 +45,18 @@ def test_router_with_all_scores_vanishing() -> None:
     assert weights.isfinite().all()
 
 
+def test_a_token_that_is_not_finite_fails_alone() -> None:
+    scores = torch.randn(4, 8)
+    clean = route(scores, torch.zeros(8), 2, scaling=1.5)
+    scores[1], scores[2, 3] = float("nan"), float("inf")
+    ids, weights = route(scores, torch.zeros(8), 2, scaling=1.5)
+    assert ((ids >= 0) & (ids < 8)).all()
+    assert not weights[1:3].isfinite().all(1).any()
+    for row in (0, 3):
+        assert torch.equal(ids[row], clean[0][row])
+        assert torch.equal(weights[row], clean[1][row])
+
+
 def swiglu(x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, weight: float, limit: float) -> Tensor:
     gate, up = (x @ w1).clamp(max=limit), (x @ w3).clamp(-limit, limit)
     return (gate * torch.sigmoid(gate) * up * weight) @ w2

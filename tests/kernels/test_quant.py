@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels.quant.linear import tile_linear
 from kernels.quant.pointwise import sigmoid, silu, softplus
 from kernels.quant.rounding import round_bf16, round_fp4_e4m3, round_fp4_ue8m0, round_fp8
+from kernels.quant.rounding_ref import FEW_VALUES
 from kernels.quant.unpack import unpack_fp4, unpack_fp8, unpack_scale
 
 
@@ -106,13 +107,21 @@ def test_fp8_rounding(values: list[float]) -> None:
 
 
 def test_fp8_rounding_of_every_tie() -> None:
-    """All values, and the middles between them, in one group each: scale 1 by a 448."""
+    """All values, and the middles between them, both signs: scale 1 by a 448 in each group.
+
+    Few values take another path than many; the bits must not tell, not even those of zero.
+    """
     codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     middles = (codes[1:] + codes[:-1]) / 2
-    for value in torch.cat((codes, middles)).tolist():
-        group = torch.zeros(1, 32)
-        group[0, 0], group[0, 1], group[0, 2] = 448.0, value, -value
-        assert torch.equal(round_fp8(group), e4m3(group))
+    values = torch.cat((codes, middles))
+    groups = torch.zeros(len(values), 32)
+    groups[:, 0], groups[:, 1], groups[:, 2] = 448.0, values, -values
+    many = round_fp8(groups)
+    assert many.numel() > FEW_VALUES
+    assert torch.equal(many, e4m3(groups))
+    for index in range(len(values)):
+        few = round_fp8(groups[index : index + 1])
+        assert torch.equal(few.view(torch.int32), many[index : index + 1].view(torch.int32))
 
 
 @given(st.lists(floats, min_size=32, max_size=32))

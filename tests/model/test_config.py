@@ -1,6 +1,8 @@
 """config.json in both spellings, its roles, its checks, and the sizes that follow from it."""
 
 import json
+import subprocess
+import sys
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -170,3 +172,9 @@ def test_describe_checks_weights_that_are_there() -> None:
     assert summary.has_weights
     assert summary.problems == ""
     assert summary.num_tensors == 1290
+
+
+def test_inspection_starts_without_torch() -> None:
+    code = "import sys, services.executor.inspect; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -115,6 +115,22 @@ def test_window_blocks_behind_the_window_may_be_gone() -> None:
     assert same_bits(tail.logits, wanted.logits[145:])
 
 
+@pytest.mark.parametrize("numerics", NUMERICS)
+def test_a_request_that_is_not_finite_fails_alone(numerics: str) -> None:
+    model = fixture_model(numerics)
+    cache = KvCache(model.config, 6, 6, 6)
+    three = requests(range(6))
+    model.forward(StepBatch.build([request.row(40) for request in three]), cache)
+    for request in three:
+        request.done = 40
+    cache.poison_block(Pool.WINDOW, three[1].window_blocks[0])
+    cache.poison_block(Pool.GLOBAL, three[1].global_blocks[0])
+    out = model.forward(StepBatch.build([request.row(1) for request in three]), cache)
+    assert out.logits.isfinite().all(1).tolist() == [True, False, True]
+    for index in (0, 2):
+        assert same_bits(out.logits[index], reference(numerics)[index].logits[40])
+
+
 def test_two_threads_give_the_same_bits() -> None:
     model = fixture_model("bf16")
     ids = random_ids(40, seed=3)
