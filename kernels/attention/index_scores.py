@@ -14,9 +14,10 @@ def index_scores(
 
     Args:
         queries: [num_tokens, num_heads, index_head_dim], float32, rounded as the cache is.
-        weights: [num_tokens, num_heads], float32, scales included; may be negative.
+        weights: [num_tokens, num_heads], float32, scales included; may be negative; values of
+            bfloat16 if `bf16`.
         keys: [1 or num_tokens, num_keys, index_head_dim], float32: one table for all tokens, or
-            one for each; num_keys a multiple of KEY_TILE, finite everywhere.
+            one for each; num_keys a multiple of KEY_TILE; hidden keys may hold anything.
         visible: [num_tokens], int64: a token sees the first so many keys.
         bf16: round products and weighted products to bfloat16, as the released model does.
     Returns:

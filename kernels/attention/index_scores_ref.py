@@ -12,21 +12,19 @@ def index_scores_ref(
 ) -> Tensor:
     num_tokens, num_keys = queries.shape[0], keys.shape[1]
     scores = queries.new_empty(num_tokens, num_keys)
+    per_head = (weights.bfloat16() if bf16 else weights).unsqueeze(2)
     for first in range(0, num_tokens, TOKEN_BATCH):
         part = slice(first, min(first + TOKEN_BATCH, num_tokens))
         size = part.stop - first
         shared = keys.expand(size, -1, -1) if keys.shape[0] == 1 else keys[part]
         for key in range(0, num_keys, KEY_TILE):
             tile = shared[:, key : key + KEY_TILE].transpose(1, 2)
-            products = _round(torch.bmm(queries[part], tile), bf16).relu_()
-            products = _round(products.mul_(weights[part].unsqueeze(2)), bf16)
+            products = torch.bmm(queries[part], tile)
+            products = (products.bfloat16() if bf16 else products).relu_()
+            products = products.mul_(per_head[part]).float()
             scores[part, key : key + KEY_TILE] = _sum_heads(products)
     hidden = torch.arange(num_keys) >= visible.unsqueeze(1)
     return scores.masked_fill_(hidden, -torch.inf)
-
-
-def _round(x: Tensor, bf16: bool) -> Tensor:
-    return x.bfloat16().float() if bf16 else x
 
 
 def _sum_heads(products: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ class Attention:
     ) -> None:
         self._config, self._layer, self._weights, self._num = config, layer, weights, numerics
         self._ratio = config.compress_ratios[layer]
+        self._row_t = weights.down_t[:, config.q_lora_rank :].contiguous()
 
     def __call__(
         self, u: Tensor, plan: StepPlan, cache: KvCache, shared: Selections, tap: Tap | None
@@ -72,8 +73,7 @@ class Attention:
 
     def window_row(self, u: Tensor, angles: Angles) -> Tensor:
         """The window row alone: draft stages make it from the main model's features."""
-        down_t = self._weights.down_t[:, self._config.q_lora_rank :].contiguous()
-        return self._window_row(self._num.linear(self._num.fp8_input(u), down_t), angles)
+        return self._window_row(self._num.linear(self._num.fp8_input(u), self._row_t), angles)
 
     def output(self, attended: Tensor, angles: Angles) -> Tensor:
         """Rotate back (values carried the rotation), then the grouped low-rank output."""
