@@ -293,8 +293,8 @@ def test_asyncio_side_sees_every_message_and_a_restart(tmp_path: Path) -> None:
                     else:
                         got.append(n)
                         dialer.send(m.Credit(RID, n + 1))
-                    if len(got) in (300, 600):
-                        enough.set()
+                        if len(got) in (300, 600):
+                            enough.set()
                 case PeerUp() if isinstance(endpoint, Dialer):
                     dialer.send(m.Credit(RID, len(got)))
                 case _:
