@@ -41,6 +41,9 @@ def mesh_commands(config: Config, path: Path) -> list[Command]:
     A service whose `address` is set runs elsewhere and is left out.
     """
     commands: list[Command] = []
+    if not config.kvstore.address:
+        for index in range(config.kvstore.count):
+            commands.append(_command(path, "kvstore", f"kvstore-{index}", index=index))
     if not config.scheduler.address:
         for index in range(config.scheduler.count):
             commands.append(_command(path, "scheduler", f"scheduler-{index}", index=index))
@@ -67,6 +70,18 @@ def _command(path: Path, service: str, name: str, threads: str = "1", **options:
     # Spinning OpenMP threads quarter the speed once the cores are contended.
     env = {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     return Command(name, service, argv, env)
+
+
+def mesh_addresses(config: Config, url: str) -> dict[str, str]:
+    """Where each service listens; `url` is the gateway's."""
+    addresses = {"gateway-0": url}
+    for index in range(config.tokenizer.count):
+        addresses[f"tokenizer-{index}"] = config.tokenizer_address(index)
+    for index in range(config.scheduler.count):
+        addresses[f"scheduler-{index}"] = config.scheduler_address(index)
+    for index in range(config.kvstore.count):
+        addresses[f"kvstore-{index}"] = config.kvstore_address(index)
+    return addresses
 
 
 class Child:

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import re
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -41,13 +42,17 @@ class MeshRecord(msgspec.Struct, frozen=True):
 class RunDir:
     """Owns one run folder until `release`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mapped: Path | None = None) -> None:
         """Create the folder and lock it.
+
+        Args:
+            mapped: a folder elsewhere that belongs to this mesh alone (files that its processes
+                map); removed with the sockets.
 
         Raises:
             RunDirError: another mesh runs there, or the folder is someone else's.
         """
-        self.path = path
+        self.path, self._mapped = path, mapped
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
             if path.stat().st_uid != os.getuid():
@@ -69,6 +74,8 @@ class RunDir:
         for entry in self.path.iterdir():
             if entry.is_socket() or entry.name in ("mesh.json", "mesh.toml", "mesh.json.new"):
                 entry.unlink(missing_ok=True)
+        if self._mapped is not None:
+            shutil.rmtree(self._mapped, ignore_errors=True)
 
     def release(self) -> None:
         """Remove everything but logs and traces, and let the next mesh in."""

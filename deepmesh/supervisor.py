@@ -20,7 +20,7 @@ from deepmesh.gateway_address import (
     gateway_url,
     with_free_port,
 )
-from deepmesh.processes import USAGE_STATUS, Child, Command, mesh_commands
+from deepmesh.processes import USAGE_STATUS, Child, Command, mesh_addresses, mesh_commands
 from deepmesh.run_dir import MeshRecord, ProcessRecord, RunDir, tail
 
 POLL_S = 0.05
@@ -110,7 +110,7 @@ class Mesh:
             RunDirError: another mesh runs there, or the folder cannot be used.
             PortError: the gateway's port is taken.
         """
-        self._folder = RunDir(self.run_dir)
+        self._folder = RunDir(self.run_dir, _mapped_files(self.config))
         try:
             check_port(self.config)
         except PortError:
@@ -279,7 +279,7 @@ class Mesh:
                 supervisor_pid=os.getpid(),
                 config=str(self.run_dir / "mesh.toml"),
                 processes=processes,
-                addresses=_addresses(config, self.url),
+                addresses=mesh_addresses(config, self.url),
             )
         )
         with self._moved:
@@ -287,14 +287,10 @@ class Mesh:
 
 
 def _stop_rank(child: Child) -> int:
-    order = ("gateway", "tokenizer", "scheduler", "executor")
+    order = ("gateway", "tokenizer", "scheduler", "executor", "kvstore")
     return order.index(child.command.service) if child.command.service in order else len(order)
 
 
-def _addresses(config: Config, url: str) -> dict[str, str]:
-    addresses = {"gateway-0": url}
-    for index in range(config.tokenizer.count):
-        addresses[f"tokenizer-{index}"] = config.tokenizer_address(index)
-    for index in range(config.scheduler.count):
-        addresses[f"scheduler-{index}"] = config.scheduler_address(index)
-    return addresses
+def _mapped_files(config: Config) -> Path | None:
+    """The folder that is ours to remove; one that the user named is not."""
+    return config.shared_dir if not config.kvstore.shared_dir else None

@@ -15,6 +15,7 @@ class Service(StrEnum):
     tokenizer = "tokenizer"
     scheduler = "scheduler"
     executor = "executor"
+    kvstore = "kvstore"
 
 
 def serve(

@@ -153,11 +153,13 @@ def test_a_start_that_takes_too_long_names_the_limit(tmp_path: Path) -> None:
 
 
 def test_stops_against_the_flow_of_requests(tmp_path: Path) -> None:
-    order = ("scheduler", "executor", "tokenizer", "gateway")
+    order = ("kvstore", "scheduler", "executor", "tokenizer", "gateway")
     with small_mesh(tmp_path, None, **dict.fromkeys(order, "serves")):
         pass
     stopped = (tmp_path / "stopped").read_text().split()
-    assert stopped == ["gateway-0", "tokenizer-0", "scheduler-0", "executor-0"]
+    assert stopped == [
+        f"{s}-0" for s in ("gateway", "tokenizer", "scheduler", "executor", "kvstore")
+    ]
 
 
 @pytest.mark.parametrize("hurry", [False, True])
@@ -267,6 +269,28 @@ def test_one_command_a_process_in_starting_order(tmp_path: Path) -> None:
         ["-m", "services.executor", "--config", f"{tmp_path}/m.toml", "--index", "0", "--rank", "0"]
     )
     assert command.env["OMP_NUM_THREADS"] == "3"
+
+
+def test_kvstores_start_first_and_their_mapped_files_are_removed(tmp_path: Path) -> None:
+    text = "[kvstore]\ncount = 2\n"
+    assert names_of(tmp_path, text)[:3] == ["kvstore-0", "kvstore-1", "scheduler-0"]
+    config = config_in(tmp_path, text)
+    assert config.shared_dir is not None
+    config.shared_dir.mkdir()
+    (config.shared_dir / "pool").touch()  # of a mesh that was killed
+    with small_mesh(tmp_path, config, kvstore="serves"):
+        assert not config.shared_dir.exists()
+        config.shared_dir.mkdir()
+    assert not config.shared_dir.exists()
+
+
+def test_a_folder_of_mapped_files_that_the_user_named_is_left_alone(tmp_path: Path) -> None:
+    named = tmp_path / "mine"
+    named.mkdir()
+    config = config_in(tmp_path, f'[kvstore]\nshared_dir = "{named}"\n')
+    with small_mesh(tmp_path, config, kvstore="serves"):
+        pass
+    assert named.exists()
 
 
 @pytest.mark.parametrize("service", ["tokenizer", "scheduler", "executor"])
