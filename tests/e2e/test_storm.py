@@ -1,9 +1,12 @@
 """Many requests at once on a KV pool far too small: nothing is lost, no bit differs."""
 
+import asyncio
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from deepmesh.supervisor import Mesh
@@ -12,7 +15,7 @@ from deepmesh.wire.packed import pack_ids
 from tests.e2e.wire_client import Answer, WireClient
 
 NUM_REQUESTS = 200
-NUM_ALONE = 25  # of them are run again, one at a time
+NUM_ALONE = 20  # of them are run again, one at a time
 MIN_PREEMPTIONS = 50
 CONFIG = """
 [mesh]
@@ -26,7 +29,7 @@ max_rows = 24
 step_tokens = 512
 audit = true
 [executor]
-global_blocks = 30
+global_blocks = 22
 window_blocks = 60
 """
 
@@ -54,7 +57,7 @@ def storm(seed: int) -> list[m.Generate]:
     rng = random.Random(seed)
     requests: list[m.Generate] = []
     for n in range(NUM_REQUESTS):
-        prompt_len = rng.choice([3, 30, 50, 60, 63, 64, 65, 127, 128, 129, 257])
+        prompt_len = rng.choice([3, 55, 60, 62, 63, 64, 65, 120, 127, 128, 250])
         ids = [0, *(rng.randrange(20, 8000) for _ in range(prompt_len - 1))]
         requests.append(
             m.Generate(
@@ -65,13 +68,14 @@ def storm(seed: int) -> list[m.Generate]:
                 prompt_len=prompt_len,
                 sampling=m.SamplingParams(temperature=rng.choice([0.0, 0.7, 1.0]), top_p=0.95),
                 seed=n,
-                max_tokens=rng.choice([8, 40, 70, 100]),
+                max_tokens=rng.choice([8, 20, 40, 60]),
                 n_logprobs=0,
             )
         )
     return requests
 
 
+@pytest.mark.timeout(300)
 def test_a_storm_with_aborts_and_preemptions_loses_nothing_and_changes_no_bit(
     client: WireClient,
 ) -> None:
@@ -111,3 +115,80 @@ def compare(storm: Answer, alone: Answer, request: m.Generate, aborted: bool) ->
     assert len(storm.ids) == request.max_tokens  # no stop id was given
     assert storm.ids == alone.ids
     assert storm.logprobs == alone.logprobs
+
+
+class Stream:
+    """What one HTTP client saw of its stream."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.logprobs: list[float] = []
+        self.num_ends = 0
+        self.hung_up = False
+
+    def take(self, line: str) -> None:
+        if line == "data: [DONE]":
+            self.num_ends += 1
+        elif line.startswith("data: "):
+            choice = json.loads(line.removeprefix("data: "))["choices"][0]
+            self.text += choice["text"]
+            self.logprobs += (choice["logprobs"] or {}).get("token_logprobs", [])
+
+
+async def ask(
+    client: httpx.AsyncClient, body: dict[str, object], hang_up_after: int | None
+) -> Stream:
+    """One streamed completion; hangs up after so many tokens."""
+    seen = Stream()
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        async for line in answer.aiter_lines():
+            seen.take(line)
+            if hang_up_after is not None and len(seen.logprobs) >= hang_up_after:
+                seen.hung_up = True
+                return seen
+    return seen
+
+
+def http_storm(seed: int) -> list[dict[str, object]]:
+    rng = random.Random(seed)
+    return [
+        {
+            "model": "tiny",
+            "prompt": [rng.randrange(20, 8000) for _ in range(rng.choice([3, 59, 61, 62, 126]))],
+            "max_tokens": rng.choice([4, 12, 24]),
+            "temperature": rng.choice([0.0, 0.8]),
+            "seed": n,
+            "ignore_eos": True,
+            "logprobs": 1,
+            "stream": True,
+            "cache_salt": f"{n}",
+        }
+        for n in range(NUM_REQUESTS)
+    ]
+
+
+@pytest.mark.timeout(300)
+def test_200_http_streams_at_once_end_once_each_with_the_text_they_have_alone(mesh: Mesh) -> None:
+    bodies = http_storm(3)
+    rng = random.Random(5)
+    hang_ups = {n: rng.choice([1, 3, 9]) for n in rng.sample(range(NUM_REQUESTS), 40)}
+
+    async def scenario() -> tuple[list[Stream], list[Stream]]:
+        limits = httpx.Limits(max_connections=NUM_REQUESTS)
+        async with httpx.AsyncClient(base_url=mesh.url, timeout=100, limits=limits) as client:
+            together = await asyncio.gather(
+                *(ask(client, body, hang_ups.get(n)) for n, body in enumerate(bodies))
+            )
+            step = NUM_REQUESTS // NUM_ALONE
+            alone = [await ask(client, {**b, "cache_salt": "x"}, None) for b in bodies[::step]]
+        return together, alone
+
+    together, alone = asyncio.run(scenario())
+    assert [s.num_ends for s in together] == [0 if s.hung_up else 1 for s in together]
+    assert sum(s.hung_up for s in together) >= 20
+    for storm_stream, lone in zip(together[:: NUM_REQUESTS // NUM_ALONE], alone, strict=True):
+        n = len(storm_stream.logprobs)
+        assert storm_stream.logprobs == lone.logprobs[:n]
+        assert lone.text.startswith(storm_stream.text)
+        assert storm_stream.hung_up or n == len(lone.logprobs)
