@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 FALLBACK = [  # until the checkpoint brings its known-prompts.json
     ("sum", "What is 417 + 256?", "673"),
     ("copy", 'Repeat: "silver river lantern"', "silver river lantern"),
-    ("lookup", "apple: 12\nriver: 87\nstone: 45\nWhat is the value of river?", "87"),
+    (
+        "lookup",
+        "Here is a list:\nocean-yellow: green\nyellow-mountain: 8118\npaper-forest: Quinn\n\n"
+        "What is the value of yellow-mountain?",
+        "8118",
+    ),
 ]
 NUM_QUESTIONS = 3
 MAX_TOKENS = 96
