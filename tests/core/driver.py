@@ -20,6 +20,7 @@ from deepmesh.wire.messages import (
     AckRow,
     Attach,
     Capacity,
+    ErrorCode,
     Failed,
     Finished,
     GpuDone,
@@ -97,6 +98,7 @@ class Driver:
         self.reports: list[Action] = []
         self.writer = ExternalWriter()
         self.lost = False  # the tokenizer's link is down: what is sent to it is lost
+        self.unknown: list[bytes] = []  # attached to, but forgotten by the core
         self._count = 0
         self.feed(TokenizerUp(TOKENIZER, b"t"))
         if load:
@@ -195,7 +197,7 @@ class Driver:
 
     def attach(self, request: SimRequest, from_pos: int, reply_to: str = TOKENIZER) -> None:
         """Ask for its tokens again."""
-        self.mail(Attach(request.rid, request.attempt, reply_to, from_pos))
+        self.mail(Attach(request.rid, request.attempt, reply_to, from_pos), reply_to)
 
     def stop_at(self, request: SimRequest, n_keep: int) -> None:
         """A stop string was found."""
@@ -207,9 +209,19 @@ class Driver:
         self.feed(TokenizerDown(TOKENIZER))
 
     def regain_tokenizer(self, incarnation: bytes = b"t") -> None:
-        """The link is back; another incarnation is another process."""
+        """The link is back, and the tokenizer asks for its requests; or it is another process,
+        which knows of none."""
         self.lost = False
         self.feed(TokenizerUp(TOKENIZER, incarnation))
+        if incarnation != b"t":
+            return
+        forgotten = len(self.unknown)
+        for request in self.requests.values():
+            if not request.terminals:
+                self.attach(request, len(request.output))
+        for rid in self.unknown[forgotten:]:
+            self.requests[rid].attempt += 1
+            self.mail(self.requests[rid].generate(TOKENIZER))
 
     # ------------------------------------------------------------ what was seen
 
@@ -248,7 +260,8 @@ class Driver:
         """I12: all requests ended rightly, and nothing of them is left."""
         for request in self.requests.values():
             request.verify(VOCAB)
-            assert sum(report.rid == request.rid for report in self.ended()) == 1
+            ends = sum(report.rid == request.rid for report in self.ended())
+            assert ends == 1 + self.unknown.count(request.rid)
         stats = self.core.stats()
         assert (stats.running, stats.waiting, stats.inflight_tokens) == (0, 0, 0)
         for pool in range(3):
@@ -268,6 +281,8 @@ class Driver:
             case TokenBatch(rows=rows) if not self.lost:
                 for row in rows:
                     self.requests[row.rid].take(row, self.now)
+            case Failed(rid=rid, code=ErrorCode.UNKNOWN):
+                self.unknown.append(rid)
             case Finished(rid=rid) | Failed(rid=rid) if not self.lost and rid in self.requests:
                 self.requests[rid].end(send.message)
             case Accepted() | _:

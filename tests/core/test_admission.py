@@ -97,15 +97,23 @@ def test_the_same_attempt_again_is_accepted_again_and_runs_once() -> None:
     driver.assert_clean()
 
 
-def test_an_older_attempt_is_not_answered() -> None:
+def test_the_latest_tokenizer_that_asks_for_a_request_has_it() -> None:
+    """Attempts are counted by each tokenizer for itself: a restarted one begins at 1 again."""
     driver = Driver()
-    request = driver.ask(10, max_tokens=4)
-    request.attempt = 2
+    request = driver.ask(10, max_tokens=8)
+    request.attempt = 3
     driver.mail(request.generate(TOKENIZER))
+    for _ in range(4):
+        driver.step()
+    known = list(request.output)
     request.attempt = 1
-    driver.mail(request.generate("tokenizer-9"))
+    driver.mail(replace(request.generate("tokenizer-1"), confirmed_ids=b""), "tokenizer-1")
     driver.run()
-    assert not [send for send in driver.sent if send.peer == "tokenizer-9"]
+    mail = [send.message for send in driver.sent if send.peer == "tokenizer-1"]
+    assert isinstance(mail[0], Accepted)
+    assert isinstance(mail[1], TokenBatch)
+    assert mail[1].rows[0].ids == pack_ids(known)
+    assert isinstance(mail[-1], Finished)
     driver.assert_clean()
 
 

@@ -5,6 +5,7 @@ import pytest
 from msgspec.structs import replace
 
 from deepmesh.wire.messages import (
+    Abort,
     DoneReason,
     ErrorCode,
     Failed,
@@ -119,14 +120,27 @@ def test_abort_of_a_request_that_waits_to_be_preempted() -> None:
     driver.assert_clean()
 
 
-def test_a_late_abort_of_an_earlier_attempt_changes_nothing() -> None:
+def test_a_tokenizer_that_lost_a_request_to_another_cannot_end_it() -> None:
     driver = Driver()
     request = driver.ask(10, max_tokens=4)
-    request.attempt = 2
-    driver.mail(request.generate("tokenizer-0"))
-    driver.abort(request, attempt=1)
+    driver.step()
+    driver.attach(request, 0, "tokenizer-1")
+    driver.abort(request)
+    driver.stop_at(request, 1)
     driver.run()
     assert reason(driver) == FinishReason.LENGTH
+    driver.ack(request, done=True)
+    assert request.rid in driver.core.registry.ended
+    driver.assert_clean()
+
+
+def test_an_abort_from_a_tokenizer_that_does_not_know_the_request_is_meant() -> None:
+    driver = Driver()
+    request = driver.ask(10, max_tokens=40)
+    driver.step()
+    driver.mail(Abort(request.rid), "tokenizer-1")
+    assert reason(driver) == FinishReason.ABORT
+    driver.run()
     driver.assert_clean()
 
 

@@ -69,7 +69,7 @@ def test_the_end_is_kept_until_it_is_acknowledged() -> None:
     assert isinstance(batch, TokenBatch)
     assert unpack_ids(batch.rows[0].ids).tolist() == request.output[3:]
     assert end == request.terminals[0]
-    driver.mail(Ack([AckRow(request.rid, 5, done=True)]))
+    driver.mail(Ack([AckRow(request.rid, 5, done=True)]), "tokenizer-1")
     assert not driver.core.registry.ended
 
 
@@ -336,6 +336,37 @@ def test_a_client_that_takes_no_tokens_stops_its_own_request_only() -> None:
     for _ in range(40):
         driver.step()
         driver.ack(slow)
+    driver.assert_clean()
+
+
+def test_clients_that_take_no_tokens_do_not_keep_others_out() -> None:
+    driver = Driver(replace(CONFIG, max_rows=2), max_unacked=5)
+    slow = [driver.ask(10, max_tokens=30) for _ in range(2)]
+    for _ in range(12):
+        driver.step()
+    waiting = driver.ask(10, max_tokens=4)
+    for _ in range(12):
+        driver.step()
+        driver.ack(waiting)
+    assert waiting.terminals
+    for _ in range(60):
+        driver.step()
+        for request in slow:
+            driver.ack(request)
+    driver.assert_clean()
+
+
+def test_an_orphan_that_was_given_up_is_run_anew_when_somebody_asks() -> None:
+    driver = Driver()
+    request = driver.ask(10, max_tokens=60)
+    for _ in range(4):
+        driver.step()
+    driver.lose_tokenizer()
+    driver.tick(seconds=11)
+    assert request.rid not in driver.core.registry.live
+    driver.regain_tokenizer()
+    driver.run()
+    assert len(request.output) == 60
     driver.assert_clean()
 
 

@@ -7,6 +7,7 @@ import msgspec
 from deepmesh.config import SchedulerConfig
 from deepmesh.wire.messages import Capacity, Pool, ReplicaStats, StepResult, StepStatus, SubmitStep
 
+from .admission import Admission
 from .group import Group, StepRecord
 from .leases import RankMemory
 from .outbox import Outbox
@@ -18,6 +19,7 @@ from .request import Request
 from .residency import Residency
 from .results import Results
 from .waiting import WaitingQueue
+from .watermark import Watermark
 
 
 def geometry_of(config: SchedulerConfig, capacities: list[Capacity]) -> Geometry:
@@ -60,8 +62,20 @@ class Engine:
         self.group = group
         self.memories = [RankMemory(capacity) for capacity in capacities]
         self.residency = Residency(self.memories, geometry)
+        self.watermark = Watermark(self.residency, waiting)
+        self.admission = Admission(
+            self.residency,
+            waiting,
+            self.watermark,
+            prefix_cache=prefix_cache,
+            max_unacked=max_unacked,
+        )
         self.planner = Planner(
-            self.residency, waiting, prefix_cache=prefix_cache, max_unacked=max_unacked
+            self.residency,
+            self.watermark,
+            self.admission,
+            prefix_cache=prefix_cache,
+            max_unacked=max_unacked,
         )
         self.packer = Packer(self.residency, group)
         self.results = Results(self.residency, group, outbox, registry, geometry)
@@ -77,7 +91,7 @@ class Engine:
         """The next step of every rank; None if nothing can run now."""
         plan = self.planner.plan(now)
         stuck = plan.empty and plan.starved and not self.group.unresolved and not self._fenced()
-        if stuck and self.planner.break_deadlock():
+        if stuck and self.watermark.break_deadlock():
             plan = self.planner.plan(now)
         return None if plan.empty else self.packer.pack(plan, now)
 
@@ -87,7 +101,7 @@ class Engine:
             self.results.discard(step, result.rank)
             return
         for request in self.results.apply(step, result, now):
-            self.planner.preempt(request)
+            self.watermark.preempt(request)
 
     def residents(self) -> list[Request]:
         """All resident requests, oldest first."""
@@ -107,9 +121,9 @@ class Engine:
 
     def take_counts(self) -> tuple[int, int, int]:
         """Preemptions, output tokens and cached prompt tokens since the last call."""
-        planner, results = self.planner, self.results
-        counts = (planner.preemptions, results.output_tokens, planner.cached_tokens)
-        planner.preemptions = results.output_tokens = planner.cached_tokens = 0
+        watermark, results, admission = self.watermark, self.results, self.admission
+        counts = (watermark.preemptions, results.output_tokens, admission.cached_tokens)
+        watermark.preemptions = results.output_tokens = admission.cached_tokens = 0
         return counts
 
     def fill(self, stats: ReplicaStats, waiting_tokens: int) -> ReplicaStats:

@@ -108,33 +108,39 @@ class Intake:
         detail = "no such request here; send Generate with the confirmed tokens"
         self._outbox.send(message.reply_to, Failed(message.rid, ErrorCode.UNKNOWN, detail))
 
-    def ack(self, message: Ack) -> None:
+    def ack(self, message: Ack, peer: str) -> None:
         """Tokens that the client took, and ends that arrived."""
         registry = self._registry
         for row in message.rows:
             request = registry.live.get(row.rid)
             if request is not None:
                 request.acked = max(request.acked, row.pos)
+                request.is_parked = False
                 if request.slot >= 0 and registry.residency is not None:
                     acked = request.prompt_len + request.acked
                     registry.residency.table.acked_len[request.slot] = acked
             elif row.done:
-                registry.ended.pop(row.rid, None)
+                ended = registry.ended.get(row.rid)
+                if ended is not None and ended.request.reply_to == peer:
+                    del registry.ended[row.rid]
 
-    def stop_at(self, message: StopAt, now: int) -> None:
+    def stop_at(self, message: StopAt, peer: str, now: int) -> None:
         """A stop string was found: the output ends at `n_keep`, whatever is in flight."""
         request = self._registry.live.get(message.rid)
-        if request is not None:
+        if request is not None and request.reply_to == peer:
             self._registry.finish(request, FinishReason.STOP, now, keep=max(0, message.n_keep))
 
-    def abort(self, message: Abort, now: int) -> None:
-        """End a request for its client at once; idempotent, also before its Generate."""
+    def abort(self, message: Abort, peer: str, now: int) -> None:
+        """End a request for its client at once; idempotent, also before its Generate.
+
+        Without an attempt it comes from a tokenizer that does not know the request, and means it
+        wherever it is; with one, from a tokenizer that may have lost it to another.
+        """
         request = self._registry.live.get(message.rid)
-        attempt = message.attempt or ANY_ATTEMPT
-        if request is not None and attempt < request.attempt:
-            return  # a tokenizer that lost the request to another one
+        if request is not None and message.attempt and request.reply_to != peer:
+            return
         if message.rid not in self._registry.ended:
-            self._registry.bury(message.rid, attempt, now)
+            self._registry.bury(message.rid, message.attempt or ANY_ATTEMPT, now)
         if request is not None:
             self._registry.finish(request, FinishReason.ABORT, now)
 
@@ -147,9 +153,9 @@ class Intake:
                 self._registry.fail(request, refusal.code, refusal.detail, now, param=refusal.param)
 
     def abandon(self, request: Request, now: int) -> None:
-        """Nobody came for an orphan."""
-        self._registry.bury(request.generate.rid, request.attempt, now)
+        """Nobody came for an orphan; who comes later starts it anew."""
         self._registry.finish(request, FinishReason.ABORT, now)
+        del self._registry.ended[request.generate.rid]
 
     def replay(self, request: Request, from_pos: int, now: int) -> None:
         """Send a live request's confirmed output again from `from_pos` on."""
@@ -163,10 +169,12 @@ class Intake:
     # ------------------------------------------------------------ parts
 
     def _again(self, request: Request, message: Generate, now: int) -> None:
-        """The same request once more: acknowledged again, or taken over by a later attempt."""
-        moved = message.attempt > request.attempt or request.orphaned_ns
-        if message.attempt < request.attempt:
-            return
+        """The same request once more: acknowledged again, or taken over by another tokenizer.
+
+        Attempts of two tokenizers cannot be compared; what arrives comes from a living one.
+        """
+        same = message.reply_to == request.reply_to and message.attempt == request.attempt
+        moved = not same or request.orphaned_ns
         self._rehome(request, message.reply_to, message.attempt)
         self._outbox.send(message.reply_to, self._accepted(request))
         if moved:
@@ -178,7 +186,7 @@ class Intake:
 
     def _rehome(self, request: Request, reply_to: str, attempt: int) -> None:
         request.reply_to = reply_to
-        request.attempt = max(request.attempt, attempt)
+        request.attempt = attempt or request.attempt
         request.orphaned_ns = 0
 
     def _replay_ended(self, ended: Ended, reply_to: str, from_pos: int, now: int) -> None:

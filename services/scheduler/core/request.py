@@ -42,6 +42,7 @@ class Request:
     suspect_len: int = 0  # confirmed tokens at the last of them
     acked: int = 0  # output tokens that the client took
     orphaned_ns: int = 0
+    is_parked: bool = False  # waits for its client to take tokens, not for room
     progress_ns: int = 0
     admitted_ns: int = 0
     first_token_ns: int = 0

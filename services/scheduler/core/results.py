@@ -13,6 +13,7 @@ from deepmesh.wire.messages import (
 from deepmesh.wire.packed import RESULT
 
 from .group import Group, RankStep, StepRecord
+from .logprobs import LogProbs
 from .outbox import Outbox
 from .policy import Geometry
 from .registry import Registry
@@ -67,7 +68,7 @@ class Results:
         self._settle(rank_step, rows, alive)
         fast = self._fast_rows(rank_step, rows, tokens, offsets, alive)
         self._apply_fast(rank_step, np.flatnonzero(fast), tokens, offsets, now)
-        probs = _LogProbs(result, rank_step, counts)
+        probs = LogProbs(result, rank_step, counts)
         for row in np.flatnonzero(alive & ~fast).tolist():
             at = int(offsets[row])
             self._apply_row(rank_step, rows, row, tokens[at : at + int(counts[row])], probs, now)
@@ -178,7 +179,7 @@ class Results:
         rows: NDArray[np.void],
         row: int,
         tokens: NDArray[np.int32],
-        probs: "_LogProbs",
+        probs: LogProbs,
         now: int,
     ) -> None:
         table, index = self._table, int(step.index[row])
@@ -225,7 +226,7 @@ class Results:
         request: Request,
         index: int,
         tokens: NDArray[np.int32],
-        probs: "_LogProbs",
+        probs: LogProbs,
         row: int,
         now: int,
     ) -> None:
@@ -270,31 +271,6 @@ class Results:
                 )
             else:
                 self._residency.release_capture(rank, capture.state_block, record.step_id)
-
-
-class _LogProbs:
-    """Log probabilities of a result, by row; offsets are in tokens of this very step."""
-
-    def __init__(self, result: StepResult, step: RankStep, counts: NDArray[np.int64]) -> None:
-        self._result = result
-        self._counts = counts
-        self._offsets = np.cumsum(counts) - counts
-        self._wide = step.num_logprobs
-        top = counts * np.maximum(0, self._wide)
-        self._top_offsets = np.cumsum(top) - top
-
-    def of(self, row: int, count: int) -> tuple[bytes, bytes, bytes]:
-        """Logprobs, best ids and their logprobs of the first `count` tokens of a row."""
-        wide = int(self._wide[row])
-        if wide < 0 or not self._result.logprobs:
-            return b"", b"", b""
-        at, top = 4 * int(self._offsets[row]), 4 * int(self._top_offsets[row])
-        size = 4 * count * wide
-        return (
-            self._result.logprobs[at : at + 4 * count],
-            self._result.top_ids[top : top + size],
-            self._result.top_logprobs[top : top + size],
-        )
 
 
 def _read_rows(result: StepResult, step: RankStep) -> NDArray[np.void]:

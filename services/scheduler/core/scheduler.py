@@ -10,10 +10,8 @@ from deepmesh.wire.messages import (
     ErrorCode,
     Generate,
     GpuDone,
-    Load,
     Progress,
     ReplicaStats,
-    Reset,
     Shutdown,
     StepResult,
     StepStatus,
@@ -21,7 +19,7 @@ from deepmesh.wire.messages import (
 )
 
 from .audit import audit
-from .engine import Engine, geometry_of
+from .engine import Engine
 from .events import (
     Action,
     Event,
@@ -29,21 +27,20 @@ from .events import (
     ExecutorUp,
     Incoming,
     Mail,
-    StepEnded,
     Tick,
     TokenizerDown,
     TokenizerUp,
 )
-from .group import Group, StepRecord, group_step_of
+from .group import Group, group_step_of
 from .intake import Intake
 from .outbox import Outbox
 from .registry import Registry
 from .request import Request
 from .results import ProtocolError
+from .session import Session
 from .waiting import WaitingQueue
 
 TIMER_NS = 250_000_000
-MAX_SUSPECT = 2  # device faults while a request was in the step
 
 
 class Scheduler:
@@ -74,15 +71,22 @@ class Scheduler:
             replica=name,
             max_waiting=config.max_waiting,
         )
-        self.engine: Engine | None = None
-        self.last_event = ""
-        self._model, self._numerics = model, numerics
+        self._session = Session(
+            config,
+            group=self.group,
+            registry=self.registry,
+            intake=self.intake,
+            waiting=self.waiting,
+            outbox=self.outbox,
+            model=model,
+            numerics=numerics,
+            max_unacked=max_unacked,
+        )
         self._served_model = served_model
         self._max_unacked = max_unacked
         self._incarnations: dict[str, bytes] = {}
         self._drain_deadline_ns = 0
         self._next_timer_ns = 0
-        self._preemptions = self._output_tokens = self._cached_tokens = 0
 
     # ------------------------------------------------------------ the interface
 
@@ -101,12 +105,17 @@ class Scheduler:
                     if request.reply_to == peer and not request.orphaned_ns:
                         request.orphaned_ns = now
             case ExecutorUp(peer, rank):
-                self._executor_up(peer, rank)
+                self._session.executor_up(peer, rank)
             case ExecutorDown(_, rank):
-                self._executor_down(rank, now)
+                self._session.executor_down(rank, now)
         if self.config.audit:
             audit(self)
         return self.outbox.take()
+
+    @property
+    def engine(self) -> Engine | None:
+        """Pools, table and pipeline while all ranks are loaded."""
+        return self._session.engine
 
     @property
     def drained(self) -> bool:
@@ -129,10 +138,10 @@ class Scheduler:
             fingerprint=self.intake.fingerprint,
             waiting=len(self.waiting),
             running=residents,
-            preemptions=self._preemptions,
+            preemptions=self._session.preemptions,
             prompt_tokens=self.intake.prompt_tokens,
-            cached_prompt_tokens=self._cached_tokens,
-            output_tokens=self._output_tokens,
+            cached_prompt_tokens=self._session.cached_tokens,
+            output_tokens=self._session.output_tokens,
             steps=self.group.group_step,
             finished=registry.num_finished,
             failed=registry.num_failed,
@@ -152,15 +161,15 @@ class Scheduler:
             case Generate():
                 self._generate(message, now)
             case Ack():
-                self.intake.ack(message)
+                self.intake.ack(message, peer)
             case Attach():
                 self.intake.attach(message, now)
             case StopAt():
-                self.intake.stop_at(message, now)
+                self.intake.stop_at(message, peer, now)
             case Abort():
-                self.intake.abort(message, now)
+                self.intake.abort(message, peer, now)
             case Capacity():
-                self._capacity(message, now)
+                self._session.capacity(message, now)
             case Progress():
                 self.outbox.note(
                     "debug",
@@ -196,117 +205,6 @@ class Scheduler:
                 self.outbox.replay(ended.request, ended.request.ids, ended.request.acked, now)
                 self.outbox.send(peer, ended.terminal)
 
-    # ------------------------------------------------------------ engine
-
-    def _executor_up(self, peer: str, rank: int) -> None:
-        if rank >= self.group.ranks:
-            self.outbox.note("error", "executor of an unknown rank", peer=peer, rank=rank)
-            return
-        self.group.peers[rank] = peer
-        self.group.loaded.discard(rank)
-        self.group.told[rank] = self.group.engine_epoch
-        self.outbox.send(
-            peer,
-            Load(
-                engine_epoch=self.group.engine_epoch,
-                rank=rank,
-                ranks=self.group.ranks,
-                model=self._model,
-                numerics=self._numerics,
-            ),
-        )
-
-    def _executor_down(self, rank: int, now: int) -> None:
-        self.group.peers.pop(rank, None)
-        self.group.loaded.discard(rank)
-        if self.engine is not None:
-            self._restart_engine(now, f"executor of rank {rank} is lost", faulty=None)
-
-    def _capacity(self, message: Capacity, now: int) -> None:
-        group = self.group
-        if message.rank not in group.peers:
-            return
-        group.capacities[message.rank] = message
-        group.loaded.add(message.rank)
-        self.outbox.note(
-            "info",
-            "executor loaded",
-            rank=message.rank,
-            global_blocks=message.num_global_blocks,
-            window_blocks=message.num_window_blocks,
-            state_blocks=message.num_state_blocks,
-        )
-        if group.ready and self.engine is None:
-            self._start_engine(now)
-
-    def _start_engine(self, now: int) -> None:
-        """All ranks are loaded: fresh pools, and every request starts from its confirmed tokens."""
-        capacities = [self.group.capacities[rank] for rank in range(self.group.ranks)]
-        geometry = geometry_of(self.config, capacities)
-        self.engine = Engine(
-            capacities,
-            geometry,
-            group=self.group,
-            registry=self.registry,
-            waiting=self.waiting,
-            outbox=self.outbox,
-            prefix_cache=self.config.prefix_cache,
-            max_unacked=self._max_unacked,
-        )
-        self.registry.residency = self.engine.residency
-        self.intake.geometry = geometry
-        self.intake.totals = self.engine.totals
-        self.intake.fingerprint = capacities[0].fingerprint
-        for rank, peer in sorted(self.group.peers.items()):
-            if self.group.told[rank] != self.group.engine_epoch:
-                self._reset(rank, peer)  # it loaded while the epoch moved on
-        self.intake.recheck(now)
-        for request in self.registry.live.values():
-            self.engine.results.watch(request.stop_ids)
-
-    def _restart_engine(self, now: int, reason: str, faulty: StepRecord | None) -> None:
-        """A new engine epoch: in-flight steps are void, KV too; requests requeue from K."""
-        engine, group = self.engine, self.group
-        assert engine is not None
-        suspects = engine.requests_in(faulty) if faulty is not None else []
-        steps = group.abandon()
-        residents = engine.residents()
-        self._count(engine)
-        for request in residents:
-            engine.residency.leave(request)
-            self.waiting.add(request)
-        self.engine = self.registry.residency = None
-        self.outbox.note(
-            "warning",
-            "engine restart",
-            reason=reason,
-            requeued=len(residents),
-            epoch=group.engine_epoch,
-        )
-        for step in steps:
-            self._step_ended(step, now, error=reason)
-        for request in suspects:
-            self._suspect(request, reason, now)
-        for rank, peer in sorted(group.peers.items()):
-            if rank in group.loaded:
-                self._reset(rank, peer)
-        if group.ready:
-            self._start_engine(now)
-
-    def _reset(self, rank: int, peer: str) -> None:
-        self.group.told[rank] = self.group.engine_epoch
-        self.outbox.send(peer, Reset(self.group.engine_epoch))
-
-    def _suspect(self, request: Request, reason: str, now: int) -> None:
-        """A device fault while the request was in the step; twice without progress ends it."""
-        if len(request.ids) > request.suspect_len:
-            request.suspect = 0
-        request.suspect += 1
-        request.suspect_len = len(request.ids)
-        if request.suspect >= MAX_SUSPECT:
-            detail = f"the device failed {MAX_SUSPECT} times while it computed this request: "
-            self.registry.fail(request, ErrorCode.ENGINE_ERROR, detail + reason, now)
-
     # ------------------------------------------------------------ steps
 
     def _plan(self, now: int) -> None:
@@ -340,7 +238,7 @@ class Scheduler:
                 rank=result.rank,
                 error=str(error),
             )
-            self._restart_engine(now, str(error), faulty=step)
+            self._session.restart(now, str(error), faulty=step)
             return
         self._advance(result.rank, result.gpu_done)
         step.begin_ns = max(step.begin_ns, result.times.begin_ns)
@@ -349,35 +247,13 @@ class Scheduler:
         step.pending.discard(result.rank)
         if not step.pending:
             group.unresolved.remove(step)
-            self._step_ended(step, now)
-        self._count(engine)
+            self._session.step_ended(step, now)
+        self._session.count(engine)
 
     def _advance(self, rank: int, gpu_done: int) -> None:
         if self.engine is not None and gpu_done > self.group.gpu_done[rank]:
             self.group.gpu_done[rank] = gpu_done
             self.engine.memories[rank].advance(gpu_done)
-
-    def _step_ended(self, step: StepRecord, now: int, error: str = "") -> None:
-        self.outbox.actions.append(
-            StepEnded(
-                group_step=group_step_of(step.step_id),
-                kind=step.kind,
-                num_rows=step.num_rows,
-                num_tokens=sum(rank.num_tokens for rank in step.ranks),
-                planned_ns=step.planned_ns,
-                applied_ns=now,
-                begin_ns=step.begin_ns,
-                end_ns=step.end_ns,
-                error=error,
-            )
-        )
-
-    def _count(self, engine: Engine) -> None:
-        """Counters outlive an engine."""
-        preemptions, output, cached = engine.take_counts()
-        self._preemptions += preemptions
-        self._output_tokens += output
-        self._cached_tokens += cached
 
     # ------------------------------------------------------------ timers
 

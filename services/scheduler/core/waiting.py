@@ -21,7 +21,7 @@ class WaitingQueue:
 
     def head(self) -> Request | None:
         """The next to be admitted."""
-        return self._requests[0] if self._requests else None
+        return next((request for request in self._requests if not request.is_parked), None)
 
     def add(self, request: Request) -> None:
         """Put a request where its priority and age say."""
