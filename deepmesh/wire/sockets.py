@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import cast
 
 import zmq
@@ -202,6 +203,8 @@ class Listener(_Endpoint):
         if self.before_close is not None:
             self.before_close()
         self.socket.close()
+        if self.address.startswith("ipc://"):  # libzmq does it too late when the process ends
+            Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def _unsent(self) -> bool:
         return any(link.outbox for link in self._links.values())
