@@ -1,0 +1,237 @@
+"""Blocks and points in memory and on disk: carries out what the store decides."""
+
+import logging
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from deepmesh.wire.messages import KvKind, KvTier, Pool
+
+from .eviction import TierRoom
+from .memory import PAGE_BYTES, Extents, MemoryTier
+from .store import HASH_BYTES, Entry, Found, Key, Store
+from .tier import ColdTier, Stored, TierError
+
+_log = logging.getLogger(__name__)
+Parts = Sequence[tuple[Pool, int]]
+_parts_decoder = msgspec.msgpack.Decoder(tuple[tuple[Pool, int], ...])
+
+
+class Fetched(NamedTuple):
+    """What was asked for: a copy, or where it lies in the shared file (held until `release`)."""
+
+    entry: Entry
+    tier: KvTier
+    payload: bytes | None
+    extents: Extents
+
+
+class BlockTiers:
+    """All payloads of one kvstore. A payload that is not what was written counts as a miss."""
+
+    def __init__(self, memory: MemoryTier, disk: ColdTier | None) -> None:
+        self.counters: Counter[str] = Counter()
+        self._memory, self._disk = memory, disk
+        overhead = disk.item_overhead if disk else 0
+        self.store = Store(
+            memory=TierRoom(memory.usable_bytes, unit=PAGE_BYTES),
+            disk=TierRoom(disk.max_live_bytes if disk else 0, overhead=overhead),
+        )
+        self._condemned: set[Key] = set()  # damaged in memory, but someone still reads it
+        if disk is not None:
+            self._restore(disk)
+
+    def lookup(self, chain: bytes) -> Found:
+        """The longest prefix that is there."""
+        found = self.store.lookup(chain)
+        self.counters["lookups"] += 1
+        self.counters["lookup_blocks"] += len(chain) // HASH_BYTES
+        self.counters["hit_blocks"] += found.num_point_blocks
+        return found
+
+    # ------------------------------------------------------------ put
+
+    def put(self, key: Key, parts: Parts, checksum: int, payload: bytes) -> KvTier:
+        """Keep a payload that came with its order; returns the slowest tier that has it."""
+        kept = self.store.kept(key)
+        if kept is not KvTier.NONE and not self._wants_again(key, kept, checksum):
+            self.store.touch(key)
+            return kept
+        entry = Entry.of(parts, checksum)
+        if len(payload) != entry.num_bytes or zlib.crc32(payload) != checksum:
+            self.counters["bad_puts"] += 1
+            return KvTier.NONE
+        self._promote(key, entry, payload)
+        self._write_to_disk(key, entry, payload)
+        return self._put_done(key)
+
+    def reserve(self, key: Key, parts: Parts) -> Extents:
+        """Where to write a payload in the shared file; empty: it is there, or has no room."""
+        if self.store.kept(key) is not KvTier.NONE or key in self._memory:
+            self.store.touch(key)
+            return []
+        if not self._take_memory(key, Entry.of(parts, 0)):
+            return []
+        return self._memory.extents(key)
+
+    def put_reserved(self, key: Key, checksum: int) -> KvTier:
+        """The payload of a reserved key has been written into the shared file."""
+        payload = self._memory.read(key, checksum)
+        known = self.store.entries.get(key)  # someone else may have put it meanwhile
+        if payload is None or (known is not None and known.checksum != checksum):
+            self.counters["bad_puts"] += 1
+            self.cancel(key)
+            return KvTier.NONE
+        self.store.commit(key, checksum)
+        self._write_to_disk(key, self.store.entries[key], payload)
+        return self._put_done(key)
+
+    def cancel(self, key: Key) -> None:
+        """The payload of a reserved key will not come."""
+        self.store.cancel(key)
+        self._memory.give(key)
+
+    # ------------------------------------------------------------ get
+
+    def get(self, key: Key, *, mapped: bool) -> Fetched | None:
+        """A payload; with `mapped`, its place in the shared file where it can be had."""
+        entry = self.store.find(key)
+        if entry is None:
+            self.counters["misses"] += 1
+            return None
+        if self._is_in_memory(key):
+            fetched = self._from_memory(key, entry, mapped=mapped)
+            if fetched is not None:
+                return fetched
+        payload = self._from_disk(key)
+        if payload is None:
+            self.counters["misses"] += 1
+            return None
+        self.counters["disk_hits"] += 1
+        self.counters["get_bytes"] += entry.num_bytes
+        if self._promote(key, entry, payload) and mapped:
+            self.store.hold(key)
+            return Fetched(entry, KvTier.DISK, None, self._memory.extents(key))
+        return Fetched(entry, KvTier.DISK, payload, [])
+
+    def release(self, key: Key, *, damaged: bool) -> None:
+        """A reader has copied what it was shown; `damaged`: the checksum was wrong."""
+        self.store.release(key)
+        if damaged or key in self._condemned:
+            self._condemn(key)
+
+    # ------------------------------------------------------------ inside
+
+    def _restore(self, disk: ColdTier) -> None:
+        for stored in list(disk.items()):
+            entry = self._entry_of(stored)
+            victims = self.store.put_on_disk(stored.key, entry) if entry else None
+            for key in [stored.key] if victims is None else victims:
+                disk.drop(key)
+        self.store.take_events()
+
+    def _entry_of(self, stored: Stored) -> Entry | None:
+        try:
+            KvKind(stored.key[-1])
+            entry = Entry.of(_parts_decoder.decode(stored.meta), stored.checksum)
+        except (ValueError, msgspec.DecodeError):
+            return None
+        good = len(stored.key) == HASH_BYTES + 1 and entry.num_bytes == stored.num_bytes
+        return entry if good else None
+
+    def _wants_again(self, key: Key, kept: KvTier, checksum: int) -> bool:
+        """What is there stays, unless the disk lacks it: then the same payload may come again."""
+        same = self.store.entries[key].checksum == checksum
+        self.counters["conflicts"] += not same
+        return same and kept is KvTier.MEMORY and self._disk is not None
+
+    def _put_done(self, key: Key) -> KvTier:
+        tier = self.store.kept(key)
+        entry = self.store.entries.get(key)
+        if entry is not None:
+            self.counters["puts"] += 1
+            self.counters["put_bytes"] += entry.num_bytes
+        return tier
+
+    def _is_in_memory(self, key: Key) -> bool:
+        return self.store.tier(key) is KvTier.MEMORY and key not in self._condemned
+
+    def _from_memory(self, key: Key, entry: Entry, *, mapped: bool) -> Fetched | None:
+        payload = None
+        if not mapped:
+            payload = self._memory.read(key, entry.checksum)
+            if payload is None:
+                self._condemn(key)
+                return None
+        else:
+            self.store.hold(key)  # its reader checks it
+        self.counters["memory_hits"] += 1
+        self.counters["get_bytes"] += entry.num_bytes
+        extents = self._memory.extents(key) if mapped else []
+        return Fetched(entry, KvTier.MEMORY, payload, extents)
+
+    def _from_disk(self, key: Key) -> bytes | None:
+        if self._disk is None or key not in self.store.disk:
+            return None
+        payload = self._disk.read(key)
+        if payload is None:
+            self.counters["damaged"] += 1
+            self.store.lose(key, KvTier.DISK)
+        return payload
+
+    def _promote(self, key: Key, entry: Entry, payload: bytes) -> bool:
+        """Into memory, unless it is there or does not fit."""
+        if key in self._memory or not self._take_memory(key, entry):
+            return False
+        self._memory.write(key, payload)
+        self.store.commit(key, entry.checksum)
+        return True
+
+    def _take_memory(self, key: Key, entry: Entry) -> bool:
+        victims = self.store.reserve(key, entry)
+        if victims is None:
+            return False
+        self._leave_memory(victims)
+        if self._memory.take(key, entry.num_bytes):
+            return True
+        self.store.cancel(key)
+        self._leave_memory(self.store.shrink_memory(self._memory.usable_bytes))
+        return False
+
+    def _leave_memory(self, keys: Sequence[Key]) -> None:
+        self.counters["memory_evictions"] += len(keys)
+        for key in keys:
+            self._memory.give(key)
+
+    def _write_to_disk(self, key: Key, entry: Entry, payload: bytes) -> None:
+        if self._disk is None or entry.num_bytes > self._disk.max_item_bytes:
+            return
+        victims = self.store.put_on_disk(key, entry)
+        if victims is None:
+            return
+        self.counters["disk_evictions"] += len(victims)
+        for victim in victims:
+            self._disk.drop(victim)
+        meta = msgspec.msgpack.encode(entry.parts)
+        try:
+            self._disk.write(Stored(key, meta, entry.num_bytes, entry.checksum), payload)
+        except TierError as error:
+            _log.error("kept in memory only: %s", error)
+            self.counters["disk_errors"] += 1
+            self.store.lose(key, KvTier.DISK)
+
+    def _condemn(self, key: Key) -> None:
+        """The copy in memory is damaged: nobody may get it any more."""
+        if key not in self._condemned:
+            self.counters["damaged"] += 1
+            self._condemned.add(key)
+        if not self.store.memory.is_held(key):
+            self._lose_memory(key)
+
+    def _lose_memory(self, key: Key) -> None:
+        self._condemned.discard(key)
+        self.store.lose(key, KvTier.MEMORY)
+        self._memory.give(key)
