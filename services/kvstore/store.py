@@ -163,7 +163,7 @@ class Store:
     def lose(self, key: Key, tier: KvTier) -> None:
         """A tier does not have it any more, or only damaged."""
         room = self.memory if tier is KvTier.MEMORY else self.disk
-        if key in room and key not in self._reserved:
+        if key in room and not (room is self.memory and key in self._reserved):
             room.remove(key)
             self._left([key])
 
