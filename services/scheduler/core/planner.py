@@ -125,12 +125,15 @@ class Planner:
         rank = index // self._residency.slots
         start = int(table.confirmed_kv[index] + table.inflight_q[index])
         target = int(table.target[index])
+        stops = request.points
+        if not self._geometry.one_kernel_class:  # positions from P on are the decode kernels'
+            stops = [*stops, request.prompt_len]
         end = chunk_end(
             start,
             target,
             geometry=self._geometry,
             budget=budgets[rank],
-            points=request.points,
+            stops=stops,
         )
         if end > start:
             end = self._fit_window(index, start, end)

@@ -41,18 +41,18 @@ def chunk_end(
     *,
     geometry: Geometry,
     budget: int,
-    points: Iterable[int] = (),
+    stops: Iterable[int] = (),
 ) -> int:
     """Where the prefill chunk from `start` ends; `start` itself if none fits the budget.
 
-    A chunk ends on the grid or at the target, and at every point whose state is to be kept. The
+    A chunk ends on the grid or at the target, and at every stop: a point whose state is kept. The
     budget packs whole grid chunks and never cuts one, so that hit and miss run the same shapes.
     """
     limit = start + min(geometry.chunk_tokens, budget)
     end = target if target <= limit else limit // geometry.chunk_align * geometry.chunk_align
-    for point in points:
-        if start < point < end:
-            end = point
+    for stop in stops:
+        if start < stop < end:
+            end = stop
     return max(end, start)
 
 

@@ -86,9 +86,24 @@ class Session:
         if group.ready and self.engine is None:
             self._start(now)
 
+    def _agree(self, capacities: list[Capacity]) -> bool:
+        """All ranks must run the same model in the same way; only their room may differ."""
+        shapes = [
+            (c.block_size, c.chunk_align, c.window, c.vocab_size, c.draft_len, c.fingerprint)
+            for c in capacities
+        ]
+        for rank, shape in enumerate(shapes):
+            if shape != shapes[0]:
+                text = "ranks disagree; give all executors the same model and numerics"
+                self._outbox.note("error", text, rank=rank, this=str(shape), rank_0=str(shapes[0]))
+                return False
+        return True
+
     def _start(self, now: int) -> None:
         """All ranks are loaded: fresh pools, and every request starts from its confirmed tokens."""
         capacities = [self._group.capacities[rank] for rank in range(self._group.ranks)]
+        if not self._agree(capacities):
+            return
         geometry = geometry_of(self._config, capacities)
         self.engine = Engine(
             capacities,

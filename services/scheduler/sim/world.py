@@ -116,6 +116,8 @@ class World:
     def kill_executor(self, rank: int, back_after_ns: int) -> None:
         """The executor dies now and is back, empty, later."""
         state = self._ranks[rank]
+        if not state.up:
+            return
         state.up = False
         state.incarnation += 1
         self._trace("kill", f"executor {rank}")
@@ -280,7 +282,9 @@ class World:
         return all(request.terminals for request in self.requests.values())
 
     def _idle(self) -> bool:
-        return not self.core.group.unresolved and not self._busy()
-
-    def _busy(self) -> bool:
-        return any(rank.free_at + self.times.tail > self.now for rank in self._ranks)
+        """Every step is applied, and every watermark has arrived."""
+        group = self.core.group
+        return not group.unresolved and all(
+            self.core.engine is None or done >= applied
+            for done, applied in zip(group.gpu_done, group.applied, strict=True)
+        )
