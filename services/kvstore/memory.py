@@ -4,6 +4,7 @@ import logging
 import mmap
 import os
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 from .eviction import Key
@@ -16,6 +17,7 @@ NONCE_BYTES = 16
 _GROWTH_PAGES = (16 << 20) // PAGE_BYTES
 
 Extents = list[tuple[int, int]]  # offset, bytes
+Allocate = Callable[[int, int, int], None]  # fd, offset, bytes; raises OSError when there is none
 
 
 class SharedFolder:
@@ -55,9 +57,12 @@ class MemoryTier:
     write into a page without memory behind it would kill the writer (SIGBUS).
     """
 
-    def __init__(self, path: Path | None, max_bytes: int) -> None:
+    def __init__(
+        self, path: Path | None, max_bytes: int, *, allocate: Allocate = os.posix_fallocate
+    ) -> None:
         """Make the file, or without a path memory that nobody else sees."""
         self.path = path
+        self._allocate = allocate
         self.nonce = os.urandom(NONCE_BYTES)
         self._max_pages = 1 + max_bytes // PAGE_BYTES
         self.num_bytes = self._max_pages * PAGE_BYTES
@@ -137,7 +142,7 @@ class MemoryTier:
         if self._fd >= 0:
             start = self._num_pages * PAGE_BYTES
             try:
-                os.posix_fallocate(self._fd, start, count * PAGE_BYTES)
+                self._allocate(self._fd, start, count * PAGE_BYTES)
             except OSError as error:
                 _log.error(
                     "%s: %s at %d MiB: kvstore.memory_bytes is more than there is",

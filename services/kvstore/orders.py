@@ -32,8 +32,9 @@ class BlockOrders:
     might still write: whoever reads such a page sees a wrong checksum, and that is a miss.
     """
 
-    def __init__(self, tiers: BlockTiers) -> None:
+    def __init__(self, tiers: BlockTiers, *, max_attached_bytes: int = MAX_ATTACHED_BYTES) -> None:
         self._tiers = tiers
+        self._max_attached_bytes = max_attached_bytes
         self._writes = Transfers(TRANSFER_TTL_S)
         self._reads = Transfers(TRANSFER_TTL_S)
 
@@ -104,7 +105,7 @@ class BlockOrders:
         keys: dict[int, Key] = {}
         num_bytes, missing = 0, False
         for index, item in enumerate(order.items):
-            if num_bytes >= MAX_ATTACHED_BYTES:
+            if num_bytes >= self._max_attached_bytes:
                 detail = f"{index} items fill one answer: ask again for the rest"
                 answer += [KvItem(i.hash, i.kind) for i in order.items[index:]]
                 self._reads.begin(peer, order.op_id, keys, now_s)
