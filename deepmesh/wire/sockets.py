@@ -102,7 +102,7 @@ class _Endpoint:
         match link.arrive(header.seq, now):
             case Arrival.DUPLICATE:
                 self.counters["duplicates"] += 1
-                return None
+                return _refusal(frames)
             case Arrival.GAP:
                 raise _LinkBroken("a message was lost (sequence gap)")
             case Arrival.NEXT:
@@ -145,6 +145,15 @@ class _Endpoint:
 
 class _LinkBroken(Exception):
     """The link cannot go on; the text is the reason given in `PeerDown`."""
+
+
+def _refusal(frames: Sequence[bytes]) -> Refused | None:
+    """A refusal, whatever its number: who gave the link up has forgotten how far it counted."""
+    try:
+        message = codec.decode(frames).message
+    except codec.WireError:
+        return None
+    return message if isinstance(message, Refused) else None
 
 
 class Listener(_Endpoint):

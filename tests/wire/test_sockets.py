@@ -149,6 +149,18 @@ def test_silence_ends_a_link(listener: Listener, dial: MakeDialer) -> None:
     assert any("silent" in e.reason for e in events if isinstance(e, PeerDown))
 
 
+def test_a_dialler_that_hung_learns_that_it_was_given_up(
+    listener: Listener, dial: MakeDialer
+) -> None:
+    dialer = dial()
+    pump(both_up, listener, dialer)
+    pump(lambda seen: any(isinstance(e, PeerDown) for e in seen), listener)  # it hangs meanwhile
+    events = pump(both_up, listener, dialer)
+    assert [e.reason for e in events if isinstance(e, PeerDown)] == ["refused: data before Hello"]
+    assert dialer.send(m.Cancel(RID))
+    pump(lambda seen: mails(seen) == [m.Cancel(RID)], listener)
+
+
 def test_heartbeats_carry_the_load(address: str, dial: MakeDialer) -> None:
     stats = m.ServiceStats(True, 5, [])
     listener = Listener(address, Identity.new("tokenizer", "t"), LINKS, lambda: stats)
