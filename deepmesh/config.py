@@ -62,6 +62,13 @@ class TokenizerConfig(Section, frozen=True):
     slow_consumer_s: float = 60.0
 
 
+class RouterConfig(Section, frozen=True):
+    """[router]: spreads new requests over scheduler replicas."""
+
+    count: int = 0  # 0: tokenizers choose a replica themselves; 1: a router does
+    address: str = ""  # set: an external one, used whatever `count` says; `up` starts none
+
+
 class SchedulerConfig(Section, frozen=True):
     """[scheduler]: one process per EP group."""
 
@@ -135,6 +142,7 @@ class Config(Section, frozen=True):
     telemetry: TelemetryConfig = TelemetryConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
     kvstore: KvstoreConfig = KvstoreConfig()
+    router: RouterConfig = RouterConfig()
 
     @property
     def served_model(self) -> str:
@@ -143,15 +151,20 @@ class Config(Section, frozen=True):
 
     def tokenizer_address(self, index: int) -> str:
         """Where tokenizer `index` listens."""
-        return self.tokenizer.address or self._ipc(f"tokenizer-{index}")
+        return self._at(self.tokenizer.address, "tokenizer", index)
+
+    @property
+    def router_address(self) -> str:
+        """Where the router listens for tokenizers; empty without one."""
+        return self.router.address or (self._ipc("router-0") if self.router.count else "")
 
     def scheduler_address(self, index: int) -> str:
         """Where scheduler `index` listens, for tokenizers and executors alike."""
-        return self.scheduler.address or self._ipc(f"scheduler-{index}")
+        return self._at(self.scheduler.address, "scheduler", index)
 
     def kvstore_address(self, index: int) -> str:
         """Where kvstore `index` listens, for schedulers, executors and tokenizers."""
-        return self.kvstore.address or self._ipc(f"kvstore-{index}")
+        return self._at(self.kvstore.address, "kvstore", index)
 
     def kvstore_disk_dir(self, index: int) -> Path:
         """Folder of the disk tier of kvstore `index`."""
@@ -164,6 +177,10 @@ class Config(Section, frozen=True):
             return Path(self.kvstore.shared_dir) if self.kvstore.shared_dir != "off" else None
         where = hashlib.sha256(self.mesh.run_dir.encode()).hexdigest()[:8]
         return Path("/dev/shm") / f"deepmesh-{self.mesh.name}-{where}"
+
+    def _at(self, address: str, service: str, index: int) -> str:
+        """`{index}` in an external address becomes the number of the process."""
+        return address.replace("{index}", str(index)) or self._ipc(f"{service}-{index}")
 
     def _ipc(self, name: str) -> str:
         return f"ipc://{self.mesh.run_dir}/{name}.sock"
@@ -222,6 +239,7 @@ def _check(config: Config) -> None:
         "gateway.max_body_bytes": (config.gateway.max_body_bytes, 1024, 1 << 30),
         "gateway.max_requests": (config.gateway.max_requests, 1, 100_000),
         "tokenizer.count": (config.tokenizer.count, 0, 256),
+        "router.count": (config.router.count, 0, 1),
         "scheduler.count": (config.scheduler.count, 0, 64),
         "scheduler.max_rows": (config.scheduler.max_rows, 1, 4096),
         "scheduler.step_tokens": (config.scheduler.step_tokens, 1, 1 << 20),

@@ -55,6 +55,8 @@ def mesh_commands(config: Config, path: Path) -> list[Command]:
                 commands.append(
                     _command(path, "executor", name, threads, index=index, rank=rank),
                 )
+    if config.router.count and not config.router.address:
+        commands.append(_command(path, "router", "router-0"))
     if not config.tokenizer.address:
         for index in range(config.tokenizer.count):
             commands.append(_command(path, "tokenizer", f"tokenizer-{index}", index=index))
@@ -77,6 +79,8 @@ def mesh_addresses(config: Config, url: str) -> dict[str, str]:
     addresses = {"gateway-0": url}
     for index in range(config.tokenizer.count):
         addresses[f"tokenizer-{index}"] = config.tokenizer_address(index)
+    if config.router_address:
+        addresses["router-0"] = config.router_address
     for index in range(config.scheduler.count):
         addresses[f"scheduler-{index}"] = config.scheduler_address(index)
     for index in range(config.kvstore.count):

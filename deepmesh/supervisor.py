@@ -287,7 +287,7 @@ class Mesh:
 
 
 def _stop_rank(child: Child) -> int:
-    order = ("gateway", "tokenizer", "scheduler", "executor", "kvstore")
+    order = ("gateway", "tokenizer", "router", "scheduler", "executor", "kvstore")
     return order.index(child.command.service) if child.command.service in order else len(order)
 
 

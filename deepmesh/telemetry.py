@@ -31,6 +31,7 @@ SPAN_FIRST = "first token"  # gateway: admitted to the first event out
 SPAN_STREAM = "stream"  # gateway: first event out to the last
 SPAN_ANSWER = "wait for answer"  # gateway: sent to a tokenizer to an answer in one piece
 SPAN_TOKENIZE = "tokenize"  # tokenizer: body to prompt ids
+SPAN_ROUTE = "route"  # router: Generate in to Generate out, the wait for a replica included
 SPAN_QUEUE = "queue"  # scheduler: accepted to the begin of its first row
 SPAN_PREFILL = "prefill"  # scheduler: begin of the first row to the first token
 SPAN_DECODE = "decode"  # scheduler: first token to the last

@@ -13,6 +13,7 @@ class Service(StrEnum):
 
     gateway = "gateway"
     tokenizer = "tokenizer"
+    router = "router"
     scheduler = "scheduler"
     executor = "executor"
     kvstore = "kvstore"
@@ -41,7 +42,7 @@ def serve(
         if not config.exists():
             config.write_text(dump_toml(settings))
     sys.argv = [f"services.{name}", "--config", str(config)]
-    if name is not Service.gateway:
+    if name not in (Service.gateway, Service.router):
         sys.argv += ["--index", str(index)]
     if name is Service.executor:
         sys.argv += ["--rank", str(rank)]

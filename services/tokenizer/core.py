@@ -22,6 +22,7 @@ from deepmesh.wire.messages import (
     TokenBatch,
     TokenRow,
 )
+from services.tokenizer import limits
 from services.tokenizer.actions import Action, Outbox, Prepare
 from services.tokenizer.answers import Answer
 from services.tokenizer.book import TEXT_ERRORS, Book, Clock, local_end
@@ -105,7 +106,7 @@ class Core:
                 request.generation = outcome
                 request.withheld = request.submit.next_event
                 request.must_ask = request.submit.next_event > 0
-                request.give_up_at = clock.now + self._patience_s(request, clock)
+                request.give_up_at = clock.now + limits.patience_s(request, self._config, clock)
                 self._upstream.place_or_ask(request, clock.now)
 
     # ------------------------------------------------------------ schedulers
@@ -131,11 +132,11 @@ class Core:
             case TokenBatch(rows=rows):
                 for row in rows:
                     request = self._book.get(row.rid)
-                    if request is not None and self._upstream.adopt(request, stamps.sender):
+                    if request is not None and self._adopt(request, stamps):
                         self._row(request, row, stamps, clock)
             case Accepted(rid=rid):
                 request = self._book.get(rid)
-                if request is not None and self._upstream.adopt(request, stamps.sender):
+                if request is not None and self._adopt(request, stamps):
                     self._accepted(request, message, stamps, clock)
             case Finished(rid=rid) | Failed(rid=rid):
                 request = self._book.get(rid)
@@ -146,6 +147,27 @@ class Core:
             case _:
                 pass  # nothing else is a scheduler's to say
 
+    # ------------------------------------------------------------ router
+
+    def router_up(self, name: str, clock: Clock) -> None:
+        """It places what is new from now on, and what waits."""
+        self._upstream.router = name
+        for request in self._book.live:
+            if request.phase is Phase.UNPLACED:
+                self._continue(request, clock)
+
+    def router_down(self, clock: Clock) -> None:
+        """We place requests ourselves until it is back; those that it had, too."""
+        for request in self._upstream.router_down(self._book.live):
+            self._continue(request, clock)
+
+    def router_mail(self, message: AnyMessage, stamps: Stamps, clock: Clock) -> None:
+        """Failed: it found no replica for a request."""
+        if isinstance(message, Failed):
+            request = self._book.get(message.rid)
+            if request is not None and request.phase is Phase.ROUTED:
+                self._fail(request, message, stamps, clock)
+
     # ------------------------------------------------------------ time
 
     def tick(self, clock: Clock) -> None:
@@ -155,9 +177,10 @@ class Core:
                 clock.now - request.orphaned_at >= self._config.scheduler.orphan_s
             ):
                 self._book.drop(request, clock)
-            elif request.phase is Phase.UNPLACED and clock.now >= request.give_up_at:
-                self._give_up(request, clock)
-            elif self._is_too_slow(request, clock):
+            elif request.is_homeless and clock.now >= request.give_up_at:
+                self._upstream.abort(request)
+                self._book.fail(request, *limits.give_up(request), clock)
+            elif limits.is_too_slow(request, self._config, clock):
                 self._upstream.abort(request)
                 detail = "the client does not read its events"
                 self._book.fail(request, ErrorCode.SLOW_CONSUMER, detail, clock)
@@ -203,6 +226,12 @@ class Core:
             self._book.complete(request, reason, clock)
         else:
             self._upstream.place_or_ask(request, clock.now)
+
+    def _adopt(self, request: Request, stamps: Stamps) -> bool:
+        if self._upstream.adopt(request, stamps.sender):
+            return True
+        self._upstream.reject(request, stamps.sender)
+        return False
 
     def _accepted(self, request: Request, message: Accepted, stamps: Stamps, clock: Clock) -> None:
         request.spoke_at = clock.now
@@ -252,20 +281,26 @@ class Core:
             self._upstream.unknown(request, stamps.sender, clock.now)
             return
         if not self._upstream.adopt(request, stamps.sender):
+            if request.phase is Phase.RUNNING:  # of a rejected one
+                row = AckRow(request.rid, message.final_pos, done=True)
+                self._outbox.ack(stamps.sender, row)
             return
         request.spoke_at = clock.now
         if isinstance(message, Failed):
-            self._hop("Failed", request, stamps)
             self._upstream.done(request, stamps.sender, message.final_pos)
-            code, detail = message.code, message.detail
-            failed = ResponseFailed(request.rid, code, detail, message.param, message.retry_after_s)
-            self._book.end(request, failed, clock)
+            self._fail(request, message, stamps, clock)
         elif request.position < message.final_pos:  # its last tokens are missing
             request.finished = message
             self._upstream.attach(request, clock.now)
         else:
             self._hop("Finished", request, stamps)
             self._finish(request, message, stamps.sender, clock)
+
+    def _fail(self, request: Request, message: Failed, stamps: Stamps, clock: Clock) -> None:
+        self._hop("Failed", request, stamps)
+        code, detail = message.code, message.detail
+        failed = ResponseFailed(request.rid, code, detail, message.param, message.retry_after_s)
+        self._book.end(request, failed, clock)
 
     def _finish(self, request: Request, message: Finished, sender: str, clock: Clock) -> None:
         self._upstream.done(request, sender, message.final_pos)
@@ -275,30 +310,6 @@ class Core:
         else:
             request.cached_tokens = max(request.cached_tokens, message.cached_tokens)
             self._book.complete(request, message.reason, clock)
-
-    # ------------------------------------------------------------ inside: limits
-
-    def _give_up(self, request: Request, clock: Clock) -> None:
-        if request.was_accepted:
-            detail = "the engine was lost and did not come back in time; send the request again"
-            self._book.fail(request, ErrorCode.ENGINE_RESTARTED, detail, clock)
-        else:
-            detail = "no engine is up; try again later"
-            self._book.fail(request, ErrorCode.OVERLOADED, detail, clock)
-
-    def _patience_s(self, request: Request, clock: Clock) -> float:
-        """How long a request waits for its first scheduler."""
-        if request.submit.deadline_ns:
-            return max((request.submit.deadline_ns - clock.wall_ns) / 1e9, 0.0)
-        return self._config.gateway.deadline_s
-
-    def _is_too_slow(self, request: Request, clock: Clock) -> bool:
-        behind = request.next_event - request.credited
-        if not request.is_stream or behind <= self._config.tokenizer.unacked_events:
-            request.stuck_since = 0.0
-            return False
-        request.stuck_since = request.stuck_since or clock.now
-        return clock.now - request.stuck_since >= self._config.tokenizer.slow_consumer_s
 
     def _hop(self, name: str, request: Request, stamps: Stamps) -> None:
         self._outbox.add(hop_span(name, request.submit.traceparent, stamps, self._me))

@@ -30,7 +30,8 @@ class Phase(Enum):
     PREPARING = auto()  # being converted, perhaps in a thread
     UNPLACED = auto()  # no scheduler is up
     ASKED = auto()  # Attach is out: does a scheduler still hold it?
-    SENT = auto()  # Generate is out
+    ROUTED = auto()  # Generate is out to the router; no scheduler has answered yet
+    SENT = auto()  # Generate is out to a scheduler
     RUNNING = auto()  # Accepted, or tokens have come
     ENDED = auto()  # the end has been sent to the gateway
 
@@ -59,6 +60,7 @@ class Request:
     finished: Finished | None = None  # came before all of its tokens
     must_ask: bool = False  # a scheduler may hold it already, under an earlier instance of us
     counted_at: str = ""  # scheduler whose load includes it
+    router: str = ""  # counts it as load until told that it is over
     was_accepted: bool = False
     is_admitted: bool = False  # the gateway knows
     has_started: bool = False  # `text.start` has been called
@@ -86,6 +88,11 @@ class Request:
     def rid(self) -> Rid:
         """Its name everywhere."""
         return self.submit.rid
+
+    @property
+    def is_homeless(self) -> bool:
+        """Whether no scheduler is known to have it."""
+        return self.phase in (Phase.UNPLACED, Phase.ROUTED)
 
     @property
     def is_stream(self) -> bool:

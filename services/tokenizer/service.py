@@ -43,6 +43,8 @@ class Service:
         for scheduler in range(config.scheduler.count):
             address = config.scheduler_address(scheduler)
             self._inbox.add(Dialer(address, me, config.links, self._stats))
+        if config.router_address:
+            self._inbox.add(Dialer(config.router_address, me, config.links, self._stats))
         self._stop: asyncio.Event | None = None
         self._drain_until = 0.0
         self._error: Exception | None = None
@@ -101,7 +103,9 @@ class Service:
         return self._core.num_live == 0 or time.monotonic() >= self._drain_until
 
     def _on_event(self, endpoint: Endpoint, event: LinkEvent) -> None:
-        if isinstance(endpoint, Dialer):
+        if isinstance(endpoint, Dialer) and event.peer.service == "router":
+            self._from_router(endpoint, event)
+        elif isinstance(endpoint, Dialer):
             self._from_scheduler(endpoint, event)
         else:
             self._from_gateway(event)
@@ -126,6 +130,19 @@ class Service:
             case Mail(peer=peer, message=message):
                 stamps = Stamps(peer.name, event.sent_ns, event.received_ns)
                 self._core.scheduler_mail(message, stamps, _clock())
+
+    def _from_router(self, dialer: Dialer, event: LinkEvent) -> None:
+        match event:
+            case PeerUp(peer=peer):
+                _log.info("%s is up", peer.name)
+                self._dialers[peer.name] = dialer
+                self._core.router_up(peer.name, _clock())
+            case PeerDown(peer=peer, reason=reason):
+                _log.warning("%s is lost: %s", peer.name, reason)
+                self._core.router_down(_clock())
+            case Mail(peer=peer, message=message):
+                stamps = Stamps(peer.name, event.sent_ns, event.received_ns)
+                self._core.router_mail(message, stamps, _clock())
 
     def _from_gateway(self, event: LinkEvent) -> None:
         match event:

@@ -16,14 +16,25 @@ class Upstream:
 
     def __init__(self, me: str, outbox: Outbox) -> None:
         self.schedulers = Schedulers()
+        self.router = ""  # its name while its link is up
         self._me = me
         self._outbox = outbox
 
     # ------------------------------------------------------------ towards a scheduler
 
     def place(self, request: Request, now: float) -> bool:
-        """Generate, or continue, at the best scheduler; False while none is up."""
-        self.release(request)
+        """Generate, or continue: the router finds a scheduler, without one we choose ourselves.
+
+        False while none is up.
+        """
+        self._uncount(request)
+        if self.router:
+            request.phase = Phase.ROUTED
+            request.attempt += 1
+            request.must_ask = False
+            request.scheduler, request.router = "", self.router
+            self._generate(request, now)
+            return True
         peer = self.schedulers.choose()
         if peer is None:
             request.phase = Phase.UNPLACED
@@ -37,7 +48,7 @@ class Upstream:
 
     def ask(self, request: Request, names: set[str], now: float) -> bool:
         """Ask schedulers whether they hold it already; False while none of them is up."""
-        self.release(request)
+        self._uncount(request)
         request.asked = names & self.schedulers.names
         request.phase = Phase.ASKED if request.asked else Phase.UNPLACED
         self._attach(request, now)
@@ -65,8 +76,7 @@ class Upstream:
 
     def abort(self, request: Request) -> None:
         """Nobody wants its tokens any more."""
-        names = request.asked if request.phase is Phase.ASKED else {request.scheduler}
-        for name in sorted(names & self.schedulers.names):
+        for name in sorted(self._holders(request) & self.schedulers.names):
             self._outbox.add(ToScheduler(name, Abort(request.rid, request.attempt)))
         self.release(request)
 
@@ -100,10 +110,23 @@ class Upstream:
             self._join(request, peer)
             request.phase = Phase.RUNNING
             return True
+        if request.phase is Phase.ROUTED:
+            peer = self.schedulers.get(name)
+            if peer is None:
+                return False
+            self._join(request, peer)
+            request.phase = Phase.RUNNING
+            self._outbox.ack(request.router, AckRow(request.rid, request.position))
+            return True
         if request.scheduler != name or request.phase not in (Phase.SENT, Phase.RUNNING):
             return False
         request.phase = Phase.RUNNING
         return True
+
+    def reject(self, request: Request, name: str) -> None:
+        """A second scheduler runs it, too: it was sent again while its first answer was away."""
+        if request.phase is Phase.RUNNING and request.scheduler != name:
+            self._outbox.add(ToScheduler(name, Abort(request.rid, request.attempt)))
 
     def unknown(self, request: Request, name: str, now: float) -> None:
         """The answer to an Attach: this scheduler does not hold it."""
@@ -125,9 +148,21 @@ class Upstream:
                     continue
             elif request.scheduler != name or request.phase not in (Phase.SENT, Phase.RUNNING):
                 continue
-            self.release(request)
+            self._uncount(request)
             request.phase = Phase.UNPLACED
             lost.append(request)
+        return lost
+
+    def router_down(self, requests: list[Request]) -> list[Request]:
+        """The router is lost; returns the requests that may not have left it."""
+        self.router = ""
+        lost: list[Request] = []
+        for request in requests:
+            request.router = ""
+            if request.phase is Phase.ROUTED:
+                request.phase = Phase.UNPLACED
+                request.must_ask = True  # or they have left it, and an answer is on its way
+                lost.append(request)
         return lost
 
     def remind(self, request: Request, now: float) -> None:
@@ -136,7 +171,7 @@ class Upstream:
         match request.phase:
             case Phase.UNPLACED:
                 self.place_or_ask(request, now)
-            case Phase.SENT if silent_s >= RESEND_S:
+            case Phase.SENT | Phase.ROUTED if silent_s >= RESEND_S:
                 # Attach, too: it may run there under a later attempt of an earlier instance of us
                 self._generate(request, now)
                 self._attach(request, now)
@@ -151,14 +186,24 @@ class Upstream:
 
     def _generate(self, request: Request, now: float) -> None:
         request.spoke_at = now
-        self._outbox.add(ToScheduler(request.scheduler, request.generate(self._me)))
+        to = request.router if request.phase is Phase.ROUTED else request.scheduler
+        self._outbox.add(ToScheduler(to, request.generate(self._me)))
 
     def _attach(self, request: Request, now: float) -> None:
         request.spoke_at = request.attached_at = now
         message = Attach(request.rid, request.attempt, self._me, request.position)
-        names = request.asked if request.phase is Phase.ASKED else {request.scheduler}
-        for name in sorted(names):
+        for name in sorted(self._holders(request)):
             self._outbox.add(ToScheduler(name, message))
+
+    def _holders(self, request: Request) -> set[str]:
+        """Schedulers that may have it."""
+        match request.phase:
+            case Phase.ASKED:
+                return request.asked
+            case Phase.ROUTED:
+                return self.schedulers.names
+            case _:
+                return {request.scheduler}
 
     def _join(self, request: Request, peer: Peer) -> None:
         request.scheduler, request.incarnation = peer.name, peer.incarnation
@@ -166,7 +211,13 @@ class Upstream:
         self.schedulers.placed[peer.name] += 1
 
     def release(self, request: Request) -> None:
-        """It no longer counts as load."""
+        """It is over, here: it no longer counts as load."""
+        self._uncount(request)
+        if request.router:
+            self._outbox.ack(request.router, AckRow(request.rid, request.position, done=True))
+            request.router = ""
+
+    def _uncount(self, request: Request) -> None:
         if request.counted_at:
             self.schedulers.placed[request.counted_at] -= 1
             request.counted_at = ""

@@ -12,12 +12,14 @@ ROOT = Path(__file__).parents[2]
 PURE = [
     *sorted((ROOT / "services/scheduler/core").glob("*.py")),
     *sorted((ROOT / "services/scheduler/sim").glob("*.py")),
+    ROOT / "services/router/policy.py",
+    ROOT / "services/router/placements.py",
     ROOT / "deepmesh/wire/messages.py",
 ]
 OURS = [
     p for top in ("deepmesh", "services", "kernels") for p in sorted((ROOT / top).rglob("*.py"))
 ]
-WITHOUT_TENSORS = ["gateway", "tokenizer", "scheduler"]
+WITHOUT_TENSORS = ["gateway", "tokenizer", "router", "scheduler"]
 
 
 def imports(path: Path) -> Iterator[str]:
