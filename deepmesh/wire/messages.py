@@ -318,7 +318,10 @@ class AckRow(Struct, frozen=True):
 
 
 class Ack(Message, frozen=True):
-    """tokenizer -> scheduler: confirmed tokens below `pos` may be dropped after the end."""
+    """tokenizer -> scheduler: confirmed tokens below `pos` may be dropped after the end.
+
+    tokenizer -> router: a scheduler has accepted these requests, or they are over (`done`).
+    """
 
     rows: list[AckRow]
 
@@ -348,7 +351,7 @@ class Finished(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """scheduler -> tokenizer. Each request ends in one Finished or one Failed."""
+    """scheduler or router -> tokenizer. Each request ends in one Finished or one Failed."""
 
     rid: Rid
     code: ErrorCode
