@@ -25,17 +25,18 @@ _JOURNAL_SLACK = 4  # the journal is written anew when it is so much larger than
 
 
 class Segment:
-    """One file of payloads."""
+    """One file of payloads. Not kept open: there may be thousands."""
 
-    def __init__(self, path: Path, write_at: WriteAt) -> None:
-        self.file = AppendFile(path, write_at)
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = path.stat().st_size if path.exists() else 0
         self.live: dict[bytes, None] = {}
         self.live_bytes = 0
 
     @property
     def dead_bytes(self) -> int:
         """What compaction would gain."""
-        return self.file.size - self.live_bytes
+        return self.size - self.live_bytes
 
 
 class DiskTier:
@@ -60,6 +61,8 @@ class DiskTier:
         self._lock = lock_file(folder / "lock")
         self._index: dict[bytes, Added] = {}
         self._segments: dict[int, Segment] = {}
+        self._segment_bytes = 0
+        self._writer: AppendFile | None = None  # of the last segment
         self._last_number = 0  # never given twice: an old record must not point into a new file
         self._journal = Journal(folder, write_at)
         self._open_segments()
@@ -106,8 +109,8 @@ class DiskTier:
 
     def close(self) -> None:
         """Give the files back."""
-        for segment in self._segments.values():
-            segment.file.close()
+        if self._writer is not None:
+            self._writer.close()
         self._journal.close()
         os.close(self._lock)
 
@@ -121,7 +124,7 @@ class DiskTier:
     def _open_segments(self) -> None:
         for path in sorted(self._folder.glob("*.segment")):
             self._last_number = int(path.stem, 16)
-            self._segments[self._last_number] = Segment(path, self._write_at)
+            self._add_segment(path)
 
     def _replay(self) -> None:
         replay = Replay(self._journal.path)
@@ -142,7 +145,7 @@ class DiskTier:
     def _remember(self, record: Added) -> None:
         self._last_number = max(self._last_number, record.segment)
         segment = self._segments.get(record.segment)
-        if segment is None or record.offset + record.num_bytes > segment.file.size:
+        if segment is None or record.offset + record.num_bytes > segment.size:
             self.counters["damaged"] += segment is not None
             return
         self._index[record.key] = record
@@ -158,30 +161,44 @@ class DiskTier:
 
     # ------------------------------------------------------------ segments
 
-    @property
-    def _segment_bytes(self) -> int:
-        return sum(segment.file.size for segment in self._segments.values())
-
     def _put(self, stored: Stored, payload: bytes | memoryview) -> None:
-        number, segment = self._last_segment(stored.num_bytes)
-        offset = segment.file.append(payload)
-        record = Added(stored.key, stored.meta, number, offset, stored.num_bytes, stored.checksum)
+        segment, writer = self._last_segment(stored.num_bytes)
+        offset = writer.append(payload)
+        segment.size += len(payload)
+        self._segment_bytes += len(payload)
+        record = Added(
+            stored.key,
+            stored.meta,
+            self._last_number,
+            offset,
+            stored.num_bytes,
+            stored.checksum,
+        )
         self._journal.append(record)
         self._forget(stored.key)
         self._remember(record)
 
-    def _last_segment(self, num_bytes: int) -> tuple[int, Segment]:
+    def _last_segment(self, num_bytes: int) -> tuple[Segment, AppendFile]:
         segment = self._segments.get(self._last_number)
-        if segment is None or segment.file.size + num_bytes > self.max_segment_bytes:
+        if segment is None or segment.size + num_bytes > self.max_segment_bytes:
             self._last_number += 1
-            path = self._folder / f"{self._last_number:012x}.segment"
-            segment = self._segments[self._last_number] = Segment(path, self._write_at)
-        return self._last_number, segment
+            segment = self._add_segment(self._folder / f"{self._last_number:012x}.segment")
+        if self._writer is None or self._writer.path != segment.path:
+            writer = AppendFile(segment.path, self._write_at)
+            if self._writer is not None:
+                self._writer.close()
+            self._writer = writer
+        return segment, self._writer
+
+    def _add_segment(self, path: Path) -> Segment:
+        segment = self._segments[self._last_number] = Segment(path)
+        self._segment_bytes += segment.size
+        return segment
 
     def _fetch(self, record: Added) -> bytes | None:
-        file = self._segments[record.segment].file
         try:
-            payload = file.read(record.offset, record.num_bytes)
+            with self._segments[record.segment].path.open("rb", buffering=0) as file:
+                payload = os.pread(file.fileno(), record.num_bytes, record.offset)
         except OSError:
             return None
         good = len(payload) == record.num_bytes and zlib.crc32(payload) == record.checksum
@@ -215,8 +232,8 @@ class DiskTier:
 
     def _remove_segment(self, number: int) -> None:
         segment = self._segments.pop(number)
-        segment.file.close()
-        segment.file.path.unlink(missing_ok=True)
+        self._segment_bytes -= segment.size
+        segment.path.unlink(missing_ok=True)
 
     def _tidy_journal(self) -> None:
         wanted = _RECORD_BYTES * len(self._index)

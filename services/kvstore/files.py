@@ -34,10 +34,6 @@ class AppendFile:
         start, self.size = self.size, at
         return start
 
-    def read(self, offset: int, num_bytes: int) -> bytes:
-        """Up to `num_bytes` bytes at an offset."""
-        return os.pread(self.fd, num_bytes, offset)
-
     def close(self) -> None:
         """Give the descriptor back."""
         os.close(self.fd)

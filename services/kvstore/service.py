@@ -2,6 +2,7 @@
 
 import hmac
 import logging
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -85,6 +86,8 @@ class KvStoreService:
         self._record_orders = RecordOrders(self.records)
         self._mapping: set[str] = set()  # peers that proved to see the shared file
         self._stopping = False
+        self._life = threading.RLock()  # a signal handler may come while this thread holds it
+        self._is_open = True
         me = Identity.new("kvstore", self.name, config)
         self.listener = Listener(config.kvstore_address(index), me, config.links, self._stats)
         self._inbox = Inbox(self.listener)
@@ -92,7 +95,9 @@ class KvStoreService:
     def stop(self) -> None:
         """End the loop. Safe from signal handlers and other threads."""
         self._stopping = True
-        self._inbox.wake()
+        with self._life:  # not after the inbox is closed: its descriptor may be another's by then
+            if self._is_open:
+                self._inbox.wake()
 
     def run(self) -> None:
         """Serve until `stop`, `Drain` or `Shutdown`.
@@ -114,6 +119,8 @@ class KvStoreService:
 
     def close(self) -> None:
         """Give sockets and files back; nothing of the shared ones stays."""
+        with self._life:
+            self._is_open = False
         self._inbox.close()
         self._memory.close()
         if self._shared is not None:
