@@ -92,7 +92,7 @@ class Group:
     def __init__(self, *, ranks: int, first_epoch: int) -> None:
         self.ranks = ranks
         self.engine_epoch = first_epoch
-        self.group_epoch = 1
+        self.group_epoch = first_epoch
         self.group_step = 0
         self.peers: dict[int, str] = {}
         self.capacities: dict[int, Capacity] = {}

@@ -72,6 +72,7 @@ class Device:
         """Abandon everything but the weights (and what happens to lie in the KV)."""
         self._slots.clear()
         self._running = None
+        self._last_group_step = 0
         self.gpu_done = 0
 
     def body(

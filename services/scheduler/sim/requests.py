@@ -25,6 +25,7 @@ class SimRequest:
     abort_ns: int = 0  # after its arrival; 0: never
     stop_at: int = 0  # a stop string after so many tokens; 0: none
     attempt: int = 1
+    is_aborted: bool = False
     output: list[int] = field(default_factory=list[int])
     terminals: list[Finished | Failed] = field(default_factory=list[Finished | Failed])
     cached_tokens: int = 0

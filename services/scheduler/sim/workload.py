@@ -4,9 +4,8 @@ import random
 
 from deepmesh.wire.messages import Capacity
 
+from .clock import MS
 from .requests import SimRequest
-
-MS = 1_000_000
 
 
 def mixed(

@@ -1,0 +1,36 @@
+"""Faults at any moment: requests end once with the oracle's tokens, and nothing leaks."""
+
+import pytest
+
+from deepmesh.wire.messages import ErrorCode, Failed
+from services.scheduler.sim.faults import KINDS
+from services.scheduler.sim.soak import draw_world
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_faults_of_a_kind(kind: str) -> None:
+    for seed in range(3):
+        world = draw_world(100 + seed, faults=2, kinds=(kind,))
+        world.run()
+        world.verify()
+        if kind != "device error":
+            assert world.num_failed == 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_mixture_of_faults(seed: int) -> None:
+    world = draw_world(seed, faults=4)
+    world.run()
+    world.verify()
+    for request in world.requests.values():
+        (end,) = request.terminals
+        assert not isinstance(end, Failed) or end.code == ErrorCode.ENGINE_ERROR
+
+
+def test_faults_are_drawn_from_the_seed_too() -> None:
+    digests = set()
+    for _ in range(2):
+        world = draw_world(3, faults=3)
+        world.run()
+        digests.add(world.clock.digest)
+    assert len(digests) == 1
