@@ -5,6 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kernels.mhc.mix_ref import hyper_mix_ref
+from kernels.quant.linear import LinearWeight, linear
 
 
 class HyperMix(NamedTuple):
@@ -17,7 +18,7 @@ class HyperMix(NamedTuple):
 
 def hyper_mix(
     streams: Tensor,
-    fn_t: Tensor,
+    fn: LinearWeight,
     scale: Tensor,
     base: Tensor,
     *,
@@ -29,7 +30,7 @@ def hyper_mix(
 
     Args:
         streams: [num_tokens, hc, hidden], float32, contiguous.
-        fn_t: [hc · hidden, (2 + hc) · hc], float32: hc_*_fn transposed.
+        fn: hc_*_fn, hc · hidden -> (2 + hc) · hc.
         scale: [3], base: [(2 + hc) · hc]; both float32.
         num_iters: passes of Sinkhorn, each over rows and columns.
     Returns:
@@ -38,6 +39,8 @@ def hyper_mix(
     Source: DeepSeek-V4.1 (single-pass mHC); arXiv 2512.24880.
     """
     hc, hidden = streams.shape[1:]
-    if fn_t.shape != (hc * hidden, (2 + hc) * hc):
-        raise ValueError(f"hyper_mix: fn {tuple(fn_t.shape)} for streams {tuple(streams.shape)}")
-    return HyperMix(*hyper_mix_ref(streams, fn_t, scale, base, num_iters, hc_eps, norm_eps))
+    shape = fn.in_features, fn.out_features
+    if shape != (hc * hidden, (2 + hc) * hc):
+        raise ValueError(f"hyper_mix: fn {shape} for streams {tuple(streams.shape)}")
+    raw = linear(streams.flatten(1), fn)
+    return HyperMix(*hyper_mix_ref(streams, raw, scale, base, num_iters, hc_eps, norm_eps))

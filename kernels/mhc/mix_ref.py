@@ -6,13 +6,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.mhc.rms_norm_ref import rms_scale_ref
-from kernels.quant.linear_ref import tile_linear_ref
 from kernels.quant.pointwise_ref import sigmoid_ref
 
 
 def hyper_mix_ref(
     streams: Tensor,
-    fn_t: Tensor,
+    raw: Tensor,
     scale: Tensor,
     base: Tensor,
     num_iters: int,
@@ -21,7 +20,7 @@ def hyper_mix_ref(
 ) -> tuple[Tensor, Tensor, Tensor]:
     hc = streams.shape[1]
     flat = streams.flatten(1)
-    raw = tile_linear_ref(flat, fn_t).mul_(rms_scale_ref(flat, norm_eps))
+    raw = raw.mul_(rms_scale_ref(flat, norm_eps))
     # Tokens last: the many small steps below then run over contiguous memory.
     raw = raw.t().contiguous()
     gates = torch.cat((raw[:hc] * scale[0], raw[hc : 2 * hc] * scale[1]))

@@ -1,8 +1,13 @@
 """Router of the mixture of experts."""
 
+import torch
 from torch import Tensor
 
+from kernels import native
 from kernels.moe.gate_ref import route_ref
+
+_A, _N, _R = native.ADDRESS, native.COUNT, native.REAL
+_route = native.lazy("moe", "route", (_A, _A, _N, _N, _N, _R, _R, _A, _A))
 
 
 def route(
@@ -24,4 +29,19 @@ def route(
     """
     if scores.shape[1:] != bias.shape or not 1 <= top_k <= scores.shape[1]:
         raise ValueError(f"route: scores {tuple(scores.shape)}, bias {tuple(bias.shape)}, {top_k}")
-    return route_ref(scores, bias, top_k, scaling, temperature)
+    if native.library("moe") is None:
+        return route_ref(scores, bias, top_k, scaling, temperature)
+    scores = scores.contiguous()
+    expert_ids = torch.empty(scores.shape[0], top_k, dtype=torch.int64)
+    weights = torch.empty(scores.shape[0], top_k)
+    _route(
+        scores.data_ptr(),
+        bias.data_ptr(),
+        *scores.shape,
+        top_k,
+        scaling,
+        temperature,
+        expert_ids.data_ptr(),
+        weights.data_ptr(),
+    )
+    return expert_ids, weights

@@ -1,12 +1,144 @@
 """Matrix products whose rows do not depend on their batch mates."""
 
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
-from kernels.quant.linear_ref import tile_linear_ref
+from kernels import native
+from kernels.quant.linear_ref import linear_ref, tile_linear_ref
+
+_LANES = 16
+_ADDRESS, _COUNT = native.ADDRESS, native.COUNT
+_PACK = (_ADDRESS, _COUNT, _COUNT, _COUNT, _ADDRESS)
+_LINEAR = (_ADDRESS, *[_COUNT] * 2, _ADDRESS, *[_COUNT] * 6, _ADDRESS, *[_COUNT] * 2)
+
+
+class Rounding(enum.IntEnum):
+    """What a linear does to its input first."""
+
+    NONE = 0
+    BF16 = 1
+    FP8 = 2  # groups of 32, see `rounding.round_fp8`
+
+
+class Kind(enum.IntEnum):
+    """How a `LinearWeight` is stored."""
+
+    BF16 = 0  # packed for the native kernels; every value is one of bfloat16
+    FP32 = 1  # packed
+    PLAIN = 2  # [groups, in, out] float32, for the reference
+
+
+@dataclass(frozen=True, eq=False)
+class LinearWeight:
+    """Weights of `groups` linears of equal shape, made by `pack_linear`."""
+
+    data: Tensor  # [groups, …]
+    kind: Kind
+    in_features: int
+    out_features: int  # of each group
+    groups: int
+
+    @property
+    def address(self) -> int:
+        """Where the packed data lie."""
+        return self.data.data_ptr()
+
+    def outputs(self, start: int) -> "LinearWeight":
+        """The outputs from `start` on, a multiple of 16, of a single linear; shares memory."""
+        assert self.groups == 1
+        assert start % _LANES == 0
+        left = self.out_features - start
+        if self.kind is Kind.PLAIN:
+            data = self.data[:, :, start:].contiguous()
+        else:
+            data = self.data[:, start // _LANES :]
+        return LinearWeight(data, self.kind, self.in_features, left, 1)
+
+
+def pack_linear(weights: Tensor) -> LinearWeight:
+    """Weights [out_features, in_features] or [groups, out_features, in_features], float32.
+
+    They are kept as bfloat16 where that changes no value.
+    """
+    weights = (weights if weights.dim() == 3 else weights.unsqueeze(0)).contiguous()
+    groups, outer, inner = weights.shape
+    if native.library("quant") is None:
+        return LinearWeight(weights.mT.contiguous(), Kind.PLAIN, inner, outer, groups)
+    is_exact = torch.equal(weights, weights.bfloat16().float())
+    kind = Kind.BF16 if is_exact else Kind.FP32
+    words = (inner + 1) // 2 * (1 if is_exact else 2) * _LANES
+    data = torch.empty(groups, -(-outer // _LANES), words, dtype=torch.int32)
+    for weight, part in zip(weights, data, strict=True):
+        _pack(weight.data_ptr(), outer, inner, kind, part.data_ptr())
+    return LinearWeight(data, kind, inner, outer, groups)
+
+
+def join_groups(parts: Sequence[LinearWeight]) -> LinearWeight:
+    """The groups of several weights of equal shape in one: for weights made one at a time."""
+    first = parts[0]
+    shapes = {(part.kind, part.in_features, part.out_features) for part in parts}
+    if len(shapes) > 1:
+        raise ValueError(f"join_groups: weights differ: {sorted(shapes)}")
+    data = torch.cat([part.data for part in parts])
+    return LinearWeight(data, first.kind, first.in_features, first.out_features, data.shape[0])
+
+
+def linear(
+    x: Tensor, weight: LinearWeight, *, rounding: Rounding = Rounding.NONE, bf16: bool = False
+) -> Tensor:
+    """Each group's part of x times its weight, side by side; a row's bits are its own.
+
+    Args:
+        x: [num_tokens, groups · in_features], float32, rows contiguous; any number of rows.
+        weight: what `pack_linear` made of the checkpoint's [out, in] weights.
+        rounding: of the input; FP8 needs in_features to be a multiple of 32.
+        bf16: round the result to bfloat16.
+    Returns:
+        [num_tokens, groups · out_features], float32.
+    Error against float64, before rounding: 2e-6 relative to the norm of the row. Bits of a row
+    depend on that row alone: not on the other rows, their number, or the number of threads; and
+    they are the same at every instruction level.
+    Source: one chain of fused multiply-adds over the inner dimension for each output.
+    """
+    if x.dim() != 2 or x.shape[1] != weight.groups * weight.in_features:
+        raise ValueError(
+            f"linear: x {tuple(x.shape)} for {weight.groups} times {weight.in_features} inputs"
+        )
+    if rounding is Rounding.FP8 and weight.in_features % 32:
+        raise ValueError(f"linear: {weight.in_features} inputs are no whole groups of 32")
+    if weight.kind is Kind.PLAIN:
+        return linear_ref(x, weight.data, rounding, bf16)
+    out = torch.empty(x.shape[0], weight.groups * weight.out_features)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    _run(
+        x.data_ptr(),
+        x.stride(0),
+        x.shape[0],
+        weight.address,
+        weight.kind,
+        weight.in_features,
+        weight.out_features,
+        weight.groups,
+        rounding,
+        bf16,
+        out.data_ptr(),
+        out.stride(0),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+_pack = native.lazy("quant", "pack_weight", _PACK)
+_run = native.lazy("quant", "linear", _LINEAR)
 
 
 def tile_linear(x: Tensor, weight_t: Tensor) -> Tensor:
-    """x @ weight_t, every output row's bits a function of its input row alone.
+    """x @ weight_t by torch, every output row's bits a function of its input row alone.
 
     Args:
         x: [num_tokens, in_features], float32; any number of rows, 0 included.

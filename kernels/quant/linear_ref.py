@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from kernels.quant.rounding_ref import round_bf16_ref, round_fp8_ref
+
 TILE_ROWS = 16  # BLAS picks another kernel for other row counts, with other bits
 SLICE_IN = 256  # beyond it BLAS may split the inner dimension, differently by thread count
 
@@ -35,3 +37,13 @@ def multiply_tiles(tiles: Tensor, weight_t: Tensor) -> Tensor:
         out = product if out is None else out.add_(product)
     assert out is not None
     return out
+
+
+def linear_ref(x: Tensor, weights_t: Tensor, rounding: int, bf16: bool) -> Tensor:
+    """weights_t: [groups, in, out]; rounding as in `linear.Rounding`."""
+    if rounding:
+        x = round_fp8_ref(x, 32) if rounding == 2 else round_bf16_ref(x)
+    groups = x.unflatten(1, (weights_t.shape[0], -1)).unbind(1)
+    out = [tile_linear_ref(part, w) for part, w in zip(groups, weights_t, strict=True)]
+    joined = out[0] if len(out) == 1 else torch.cat(out, 1)
+    return round_bf16_ref(joined) if bf16 else joined

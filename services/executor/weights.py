@@ -8,6 +8,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from kernels.engram.constants import hash_multipliers, table_primes
+from kernels.quant.linear import LinearWeight, join_groups, pack_linear
 from kernels.quant.unpack import unpack_fp4, unpack_fp8
 from services.executor.checkpoint import (
     CheckpointError,
@@ -103,7 +104,7 @@ class _Reader:
             embed=self._plain("embed.weight"),
             layers=tuple(layers),
             norm=self._plain("norm.weight"),
-            head_t=self._plain("head.weight").t().contiguous(),
+            head=self._linear("head.weight"),
             compressed_ids=ids,
             draft=draft,
         )
@@ -131,13 +132,13 @@ class _Reader:
             stages.append(self._layer(f"mtp.{stage}.", layer, config.dspark_n_routed_experts))
         last = f"mtp.{config.num_stages - 1}."
         return DraftWeights(
-            main_proj_t=self._fp8_t("mtp.0.main_proj"),
+            main_proj=self._fp8_linear("mtp.0.main_proj"),
             main_norm=self._plain("mtp.0.main_norm.weight"),
             stages=tuple(stages),
             norm=self._plain(last + "norm.weight"),
             markov_embed=self._plain(last + "markov_head.embed.weight"),
-            markov_head_t=self._plain_t(last + "markov_head.head.weight"),
-            confidence_t=self._plain_t(last + "confidence_head.proj.weight"),
+            markov_head=self._linear(last + "markov_head.head.weight"),
+            confidence=self._linear(last + "confidence_head.proj.weight"),
         )
 
     def _layer(self, prefix: str, layer: int, num_experts: int) -> LayerWeights:
@@ -154,7 +155,7 @@ class _Reader:
     def _hyper(self, prefix: str, site: str) -> HyperWeights:
         return HyperWeights(
             norm=self._plain(f"{prefix}{site}_norm.weight"),
-            fn_t=self._plain_t(f"{prefix}hc_{site}_fn"),
+            fn=self._linear(f"{prefix}hc_{site}_fn"),
             base=self._plain(f"{prefix}hc_{site}_base"),
             scale=self._plain(f"{prefix}hc_{site}_scale"),
         )
@@ -163,19 +164,19 @@ class _Reader:
         config = self._config
         is_kv_source = layer in config.kv_source_layer_ids
         is_index_source = layer in config.index_source_layer_ids
-        groups = self._fp8(prefix + "wo_a").chunk(config.o_groups)
+        group_out = self._fp8(prefix + "wo_a").unflatten(0, (config.o_groups, -1))
         return AttentionWeights(
             sinks=self._plain(prefix + "attn_sink"),
-            down_t=_join_t(self._fp8(prefix + "wq_a"), self._fp8(prefix + "wkv")),
+            down=_join(self._fp8(prefix + "wq_a"), self._fp8(prefix + "wkv")),
             q_norm=self._plain(prefix + "q_norm.weight"),
             kv_norm=self._plain(prefix + "kv_norm.weight"),
-            query_t=self._fp8_t(prefix + "wq_b"),
-            group_out_t=tuple(group.t().contiguous() for group in groups),
-            out_t=self._fp8_t(prefix + "wo_b"),
+            query=self._fp8_linear(prefix + "wq_b"),
+            group_out=pack_linear(group_out),
+            out=self._fp8_linear(prefix + "wo_b"),
             compressor=self._compressor(prefix, layer) if is_kv_source else None,
             indexer=IndexerWeights(
-                query_t=self._fp8_t(prefix + "indexer.wq_b"),
-                heads_t=self._plain_t(prefix + "indexer.weights_proj.weight"),
+                query=self._fp8_linear(prefix + "indexer.wq_b"),
+                heads=self._linear(prefix + "indexer.weights_proj.weight"),
             )
             if is_index_source
             else None,
@@ -185,33 +186,27 @@ class _Reader:
         names = ["wkv", "wgate"] if self._config.compress_ratios[layer] == 2 else ["wkv"]
         parts = [self._plain(f"{prefix}compressor.{name}.weight") for name in names]
         return CompressorWeights(
-            kv_gate_t=_join_t(*parts),
+            kv_gate=_join(*parts),
             norm=self._plain(prefix + "compressor.norm.weight"),
-            index_key_t=self._plain_t(prefix + "indexer.wk.weight"),
+            index_key=self._linear(prefix + "indexer.wk.weight"),
             index_key_norm=self._plain(prefix + "indexer.k_norm.weight"),
         )
 
     def _moe(self, prefix: str, num_experts: int) -> MoeWeights:
         own = rank_experts(num_experts, self._rank, self._ranks)
-        config = self._config
-        hidden, inter = config.hidden_size, config.moe_intermediate_size
-        w13_t = torch.empty(len(own), hidden, 2 * inter)
-        w2_t = torch.empty(len(own), inter, hidden)
-        for slot, expert in enumerate(own):
-            base = f"{prefix}experts.{expert}."
-            w13_t[slot, :, :inter] = self._fp4(base + "w1").t()
-            w13_t[slot, :, inter:] = self._fp4(base + "w3").t()
-            w2_t[slot] = self._fp4(base + "w2").t()
+        experts = [f"{prefix}experts.{expert}." for expert in own]
+        w13 = [_join(self._fp4(base + "w1"), self._fp4(base + "w3")) for base in experts]
+        w2 = [pack_linear(self._fp4(base + "w2")) for base in experts]
         shared = prefix + "shared_experts."
         return MoeWeights(
-            gate_t=self._plain_t(prefix + "gate.weight"),
+            gate=self._linear(prefix + "gate.weight"),
             bias=self._plain(prefix + "gate.bias"),
             first_expert=own.start,
             num_experts=num_experts,
-            w13_t=w13_t,
-            w2_t=w2_t,
-            shared_w13_t=_join_t(self._fp8(shared + "w1"), self._fp8(shared + "w3")),
-            shared_w2_t=self._fp8_t(shared + "w2"),
+            w13=join_groups(w13),
+            w2=join_groups(w2),
+            shared_w13=_join(self._fp8(shared + "w1"), self._fp8(shared + "w3")),
+            shared_w2=self._fp8_linear(shared + "w2"),
         )
 
     def _engram(self, prefix: str, layer: int) -> EngramWeights:
@@ -224,7 +219,7 @@ class _Reader:
         return EngramWeights(
             table=self._raw(prefix + "embed.weight"),  # safetensors maps the file: not read here
             scales=self._raw(prefix + "embed.scale"),
-            kv_t=self._fp8_t(prefix + "wkv"),
+            kv=self._fp8_linear(prefix + "wkv"),
             q_weight=self._plain(prefix + "q_weight"),
             k_weight=self._plain(prefix + "k_weight"),
             multipliers=torch.tensor(multipliers),
@@ -238,19 +233,19 @@ class _Reader:
     def _plain(self, name: str) -> Tensor:
         return self._raw(name).float()
 
-    def _plain_t(self, name: str) -> Tensor:
-        return self._plain(name).t().contiguous()
+    def _linear(self, name: str) -> LinearWeight:
+        return pack_linear(self._plain(name))
 
     def _fp8(self, name: str) -> Tensor:
         return unpack_fp8(self._raw(name + ".weight"), self._raw(name + ".scale"))
 
-    def _fp8_t(self, name: str) -> Tensor:
-        return self._fp8(name).t().contiguous()
+    def _fp8_linear(self, name: str) -> LinearWeight:
+        return pack_linear(self._fp8(name))
 
     def _fp4(self, name: str) -> Tensor:
         return unpack_fp4(self._raw(name + ".weight"), self._raw(name + ".scale"))
 
 
-def _join_t(*parts: Tensor) -> Tensor:
-    """Linears of the same input, side by side: [in, out_1 + out_2 + …]."""
-    return torch.cat(parts).t().contiguous()
+def _join(*parts: Tensor) -> LinearWeight:
+    """Linears of the same input, side by side."""
+    return pack_linear(torch.cat(parts))

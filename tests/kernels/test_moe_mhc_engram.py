@@ -14,6 +14,7 @@ from kernels.mhc.rms_norm import rms_norm
 from kernels.mhc.streams import collapse, expand
 from kernels.moe.experts import combine_slots, expert_mlp, routed_experts
 from kernels.moe.gate import route
+from kernels.quant.linear import LinearWeight, pack_linear
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +58,11 @@ def test_a_token_that_is_not_finite_fails_alone() -> None:
         assert torch.equal(weights[row], clean[1][row])
 
 
+def packed(weights_t: Tensor) -> LinearWeight:
+    """[in, out], or [groups, in, out]."""
+    return pack_linear(weights_t.mT)
+
+
 def swiglu(x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, weight: float, limit: float) -> Tensor:
     gate, up = (x @ w1).clamp(max=limit), (x @ w3).clamp(-limit, limit)
     return (gate * torch.sigmoid(gate) * up * weight) @ w2
@@ -66,13 +72,15 @@ def test_experts_of_a_loop() -> None:
     x, w13, w2 = torch.randn(21, 32), torch.randn(5, 32, 48), torch.randn(5, 24, 32)
     ids = torch.stack([torch.randperm(5)[:2].sort().values for _ in range(21)])
     weights = torch.rand(21, 2)
-    slots = routed_experts(x, ids, weights, w13, w2, first_expert=0, limit=3.0, bf16=False)
+    slots = routed_experts(
+        x, ids, weights, packed(w13), packed(w2), first_expert=0, limit=3.0, bf16=False
+    )
     for token in range(21):
         for slot, expert in enumerate(ids[token].tolist()):
             w1, w3 = w13[expert].chunk(2, 1)
             wanted = swiglu(x[token], w1, w3, w2[expert], float(weights[token, slot]), 3.0)
             assert (slots[token, slot] - wanted).abs().max() < 1e-3
-    shared = expert_mlp(x, w13[0], w2[0], limit=3.0, bf16=False)
+    shared = expert_mlp(x, packed(w13[0]), packed(w2[0]), limit=3.0, bf16=False)
     w1, w3 = w13[0].chunk(2, 1)
     assert (shared[3] - swiglu(x[3], w1, w3, w2[0], 1.0, 3.0)).abs().max() < 1e-3
 
@@ -88,8 +96,8 @@ def test_ranks_add_up_to_the_whole_bit_for_bit(bf16: bool) -> None:
             x,
             ids,
             weights,
-            w13[first:end],
-            w2[first:end],
+            packed(w13[first:end]),
+            packed(w2[first:end]),
             first_expert=first,
             limit=10.0,
             bf16=bf16,
@@ -106,7 +114,7 @@ def test_mix_of_a_loop() -> None:
     hc, hidden, eps = 4, 32, 1e-6
     streams, fn = torch.randn(3, hc, hidden), torch.randn(hc * hidden, 24) * 0.1
     scale, base = torch.randn(3), torch.randn(24)
-    found = hyper_mix(streams, fn, scale, base, num_iters=20, hc_eps=eps, norm_eps=1e-20)
+    found = hyper_mix(streams, packed(fn), scale, base, num_iters=20, hc_eps=eps, norm_eps=1e-20)
     for token in range(3):
         flat = streams[token].flatten()
         z = (flat @ fn) / flat.square().mean().sqrt()
@@ -127,7 +135,7 @@ def test_mix_of_any_number_of_streams(hc: int) -> None:
     streams, width = torch.randn(7, hc, 32), (2 + hc) * hc
     mix = hyper_mix(
         streams,
-        torch.randn(hc * 32, width) * 0.1,
+        packed(torch.randn(hc * 32, width) * 0.1),
         torch.ones(3),
         torch.zeros(width),
         num_iters=30,

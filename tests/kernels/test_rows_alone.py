@@ -18,7 +18,7 @@ from kernels.mhc.rms_norm import rms_norm
 from kernels.mhc.streams import collapse, expand
 from kernels.moe.experts import combine_slots, expert_mlp, routed_experts
 from kernels.moe.gate import route
-from kernels.quant.linear import tile_linear
+from kernels.quant.linear import Rounding, linear, pack_linear, tile_linear
 from kernels.quant.pointwise import sigmoid, silu, softplus
 from kernels.quant.rounding import round_fp4_e4m3, round_fp4_ue8m0, round_fp8
 
@@ -42,7 +42,12 @@ def normal(*shape: int) -> Tensor:
 
 def linear_case(inner: int, outer: int) -> tuple[Rows, Callable[..., Outputs]]:
     weight = normal(inner, outer)
-    return (normal(NUM_TOKENS, inner),), lambda x: (tile_linear(x, weight),)
+    packed, rounded = pack_linear(weight.t()), pack_linear(weight.t().bfloat16().float())
+    return (normal(NUM_TOKENS, inner),), lambda x: (
+        tile_linear(x, weight),
+        linear(x, packed),
+        linear(x, rounded, rounding=Rounding.BF16, bf16=True),
+    )
 
 
 def attention_case(bf16: bool) -> tuple[Rows, Callable[..., Outputs]]:
@@ -65,16 +70,17 @@ def index_case(bf16: bool) -> tuple[Rows, Callable[..., Outputs]]:
 
 
 def experts_case(bf16: bool) -> tuple[Rows, Callable[..., Outputs]]:
-    w13, w2 = normal(8, 64, 128), normal(8, 64, 64)
+    w13, w2 = pack_linear(normal(8, 128, 64)), pack_linear(normal(8, 64, 64))
+    shared13, shared2 = pack_linear(normal(128, 64)), pack_linear(normal(64, 64))
     ids = normal(NUM_TOKENS, 8).argsort(1)[:, :2].sort(1).values
     return (normal(NUM_TOKENS, 64), ids, normal(NUM_TOKENS, 2)), lambda x, e, w: (
         combine_slots(routed_experts(x, e, w, w13, w2, first_expert=0, limit=10.0, bf16=bf16)),
-        expert_mlp(x, w13[0], w2[0], limit=10.0, bf16=bf16),
+        expert_mlp(x, shared13, shared2, limit=10.0, bf16=bf16),
     )
 
 
 def mix_case() -> tuple[Rows, Callable[..., Outputs]]:
-    fn, scale, base = normal(256, 24), normal(3), normal(24)
+    fn, scale, base = pack_linear(normal(24, 256)), normal(3), normal(24)
     return (normal(NUM_TOKENS, 4, 64),), lambda x: tuple(
         hyper_mix(x, fn, scale, base, num_iters=20, hc_eps=1e-6, norm_eps=1e-20)
     )

@@ -107,7 +107,7 @@ def test_a_rank_holds_its_own_experts_only() -> None:
     for layer, everything in enumerate(whole.layers):
         moes = [part.layers[layer].moe for part in parts]
         assert [moe.first_expert for moe in moes] == [0, 5, 10]
-        assert torch.equal(torch.cat([moe.w13_t for moe in moes]), everything.moe.w13_t)
+        assert torch.equal(torch.cat([moe.w13.data for moe in moes]), everything.moe.w13.data)
     with pytest.raises(ValueError, match="rank 3"):
         load_weights(FIXTURE, config, rank=3, ranks=3)
 

@@ -9,7 +9,7 @@ from kernels.attention.rope import rotate
 from kernels.attention.select import candidate_blocks, mask_to_indices, top_k_mask
 from kernels.attention.sparse import sparse_attention
 from kernels.mhc.rms_norm import rms_norm
-from kernels.quant.linear import tile_linear
+from kernels.quant.linear import linear
 from services.executor.kv_cache import KvCache
 from services.executor.model_config import ModelConfig
 from services.executor.models.numerics import Numerics
@@ -34,7 +34,7 @@ class Attention:
     ) -> None:
         self._config, self._layer, self._weights, self._num = config, layer, weights, numerics
         self._ratio = config.compress_ratios[layer]
-        self._row_t = weights.down_t[:, config.q_lora_rank :].contiguous()
+        self._row = weights.down.outputs(config.q_lora_rank)
 
     def __call__(
         self, u: Tensor, plan: StepPlan, cache: KvCache, shared: Selections, tap: Tap | None
@@ -63,28 +63,23 @@ class Attention:
     def project(self, u: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
         """Low-rank query (as input of linears), rotated queries, and the rounded window row."""
         rank = self._config.q_lora_rank
-        down = self._num.linear(self._num.fp8_input(u), self._weights.down_t)
+        down = self._num.fp8_linear(u, self._weights.down)
         low_rank = self._norm(down[:, :rank], self._weights.q_norm)
         low_rank = self._num.fp8_input(low_rank)
-        queries = self._num.linear(low_rank, self._weights.query_t)
+        queries = self._num.linear(low_rank, self._weights.query)
         queries = queries.unflatten(1, (self._config.num_attention_heads, -1))
         queries = self._num.act(rotate(queries, *angles))
         return low_rank, queries, self._window_row(down[:, rank:], angles)
 
     def window_row(self, u: Tensor, angles: Angles) -> Tensor:
         """The window row alone: draft stages make it from the main model's features."""
-        return self._window_row(self._num.linear(self._num.fp8_input(u), self._row_t), angles)
+        return self._window_row(self._num.fp8_linear(u, self._row), angles)
 
     def output(self, attended: Tensor, angles: Angles) -> Tensor:
         """Rotate back (values carried the rotation), then the grouped low-rank output."""
         turned = self._num.act(rotate(self._num.act(attended), *angles, inverse=True))
-        flat = turned.flatten(1)
-        width = flat.shape[1] // self._config.o_groups
-        groups = [
-            self._num.linear(flat[:, g * width : (g + 1) * width], group_t)
-            for g, group_t in enumerate(self._weights.group_out_t)
-        ]
-        return self._num.linear(self._num.fp8_input(torch.cat(groups, 1)), self._weights.out_t)
+        low_rank = self._num.linear(turned.flatten(1), self._weights.group_out)
+        return self._num.fp8_linear(low_rank, self._weights.out)
 
     def _window_row(self, down: Tensor, angles: Angles) -> Tensor:
         row = self._norm(down, self._weights.kv_norm)
@@ -134,9 +129,9 @@ class Attention:
         if self._ratio == 2:
             pooled = self._pool(weights, u, plan, ratio_plan, cache)
         else:
-            pooled = self._num.linear(u, weights.kv_gate_t)
+            pooled = self._num.linear(u, weights.kv_gate)
         entry = self._norm(pooled, weights.norm)
-        key = self._norm(self._num.linear(entry, weights.index_key_t), weights.index_key_norm)
+        key = self._norm(self._num.linear(entry, weights.index_key), weights.index_key_norm)
         key = self._num.act(rotate(key, *ratio_plan.angles))
         entry = self._num.act(rotate(entry, *ratio_plan.angles))
         slots = ratio_plan.write_slots
@@ -154,7 +149,7 @@ class Attention:
         """Ratio 2: pool each odd token with the even one before it, perhaps of an earlier step."""
         dim = self._config.head_dim
         state = cache.pairs[:, self._config.pair_source_layer_ids.index(self._layer)].flatten(1)
-        both = tile_linear(u, weights.kv_gate_t)  # values | gates, unrounded in every mode
+        both = linear(u, weights.kv_gate)  # values | gates, unrounded in every mode
         odd = both[ratio_plan.ending]
         even = both[(ratio_plan.ending - 1).clamp_min(0)]
         even[plan.pairs.resumed] = state[plan.pairs.resumed_blocks]
@@ -201,10 +196,10 @@ class Attention:
         group: ScoreGroup,
     ) -> Tensor:
         heads, dim = self._config.index_n_heads, self._config.index_head_dim
-        queries = self._num.linear(low_rank[group.tokens], weights.query_t)
+        queries = self._num.linear(low_rank[group.tokens], weights.query)
         angles = plan.compressed[0][group.tokens], plan.compressed[1][group.tokens]
         queries = self._num.act(rotate(queries.unflatten(1, (heads, dim)), *angles))
-        per_head = self._num.linear(u[group.tokens], weights.heads_t)
+        per_head = self._num.linear(u[group.tokens], weights.heads)
         source = self._config.kv_source(self._layer)
         assert source is not None
         keys = cache.index_keys[source].index_select(0, group.key_slots.flatten())

@@ -9,7 +9,7 @@ from kernels.mhc.rms_norm import rms_norm
 from kernels.mhc.streams import collapse, expand
 from kernels.moe.experts import combine_slots, expert_mlp, routed_experts
 from kernels.moe.gate import route
-from kernels.quant.linear import tile_linear
+from kernels.quant.linear import linear
 from services.executor.model_config import ModelConfig
 from services.executor.models.numerics import Numerics
 from services.executor.models.outputs import Tap
@@ -27,10 +27,10 @@ class Moe:
     def __call__(self, u: Tensor) -> Tensor:
         """u [num_tokens, hidden] -> the sublayer's output."""
         weights, config = self._weights, self._config
-        if weights.w13_t.shape[0] != weights.num_experts:
+        if weights.w13.groups != weights.num_experts:
             raise NotImplementedError("this rank holds some of the experts: no exchange yet")
         expert_ids, shares = route(
-            tile_linear(u, weights.gate_t),
+            linear(u, weights.gate),
             weights.bias,
             self._top_k,
             scaling=config.routed_scaling_factor,
@@ -41,13 +41,13 @@ class Moe:
             u,
             expert_ids,
             shares,
-            weights.w13_t,
-            weights.w2_t,
+            weights.w13,
+            weights.w2,
             first_expert=weights.first_expert,
             limit=limit,
             bf16=bf16,
         )
-        shared = expert_mlp(u, weights.shared_w13_t, weights.shared_w2_t, limit=limit, bf16=bf16)
+        shared = expert_mlp(u, weights.shared_w13, weights.shared_w2, limit=limit, bf16=bf16)
         return self._num.act(combine_slots(slots).add_(shared))
 
 
@@ -87,7 +87,7 @@ class Block:
     def _mix(self, streams: Tensor, weights: HyperWeights) -> HyperMix:
         return hyper_mix(
             streams,
-            weights.fn_t,
+            weights.fn,
             weights.scale,
             weights.base,
             num_iters=self._config.hc_sinkhorn_iters,

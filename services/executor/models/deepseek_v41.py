@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels.mhc.rms_norm import rms_norm
 from kernels.mhc.streams import collapse
-from kernels.quant.linear import tile_linear
+from kernels.quant.linear import linear
 from services.executor.batch import StepBatch
 from services.executor.kv_cache import KvCache
 from services.executor.model_config import ModelConfig
@@ -50,7 +50,7 @@ class DeepseekV41:
         self._dspark = None
         if weights.draft is not None:
             self._dspark = DSpark(
-                config, weights.draft, weights.embed, weights.head_t, self._ropes, self._num
+                config, weights.draft, weights.embed, weights.head, self._ropes, self._num
             )
 
     @torch.inference_mode()
@@ -106,7 +106,7 @@ class DeepseekV41:
     def _logits(self, streams: Tensor, carried: Tensor) -> Tensor:
         hidden = self._num.act(collapse(streams, carried))
         normed = self._num.act(rms_norm(hidden, self.weights.norm, self.config.rms_norm_eps))
-        return tile_linear(normed, self.weights.head_t)
+        return linear(normed, self.weights.head)
 
 
 def _show(tap: Tap | None, layer: int, **values: Tensor) -> None:

@@ -6,7 +6,7 @@ from torch import Tensor
 from kernels.attention.sparse import sparse_attention
 from kernels.mhc.rms_norm import rms_norm
 from kernels.mhc.streams import collapse
-from kernels.quant.linear import tile_linear
+from kernels.quant.linear import LinearWeight, linear
 from kernels.quant.pointwise import sigmoid
 from services.executor.kv_cache import KvCache
 from services.executor.model_config import ModelConfig
@@ -26,12 +26,12 @@ class DSpark:
         config: ModelConfig,
         weights: DraftWeights,
         embed: Tensor,
-        head_t: Tensor,
+        head: LinearWeight,
         ropes: Ropes,
         numerics: Numerics,
     ) -> None:
         self._config, self._weights, self._num = config, weights, numerics
-        self._embed, self._head_t, self._ropes = embed, head_t, ropes
+        self._embed, self._head, self._ropes = embed, head, ropes
         first, top_k = config.num_hidden_layers, config.dspark_num_experts_per_tok
         self._attentions = [
             Attention(config, first + index, stage.attention, numerics)
@@ -44,7 +44,7 @@ class DSpark:
 
     def feed(self, features: Tensor, plan: StepPlan, cache: KvCache) -> None:
         """Write the stages' window rows of positions that the main model has just computed."""
-        main = self._num.linear(self._num.fp8_input(features), self._weights.main_proj_t)
+        main = self._num.fp8_linear(features, self._weights.main_proj)
         main = self._num.act(rms_norm(main, self._weights.main_norm, self._config.rms_norm_eps))
         for stage, attention in enumerate(self._attentions):
             row = attention.window_row(main, plan.plain)
@@ -56,7 +56,7 @@ class DSpark:
         streams, carried = self._run_stages(batch, cache)
         hidden = self._num.act(collapse(streams, carried))
         normed = rms_norm(hidden, self._weights.norm, self._config.rms_norm_eps)
-        base = tile_linear(self._num.act(normed), self._head_t)
+        base = linear(self._num.act(normed), self._head)
         shape = (batch.anchors.shape[0], self._config.dspark_block_size)
         return self._chain(batch.anchors, hidden.unflatten(0, shape), base.unflatten(0, shape))
 
@@ -117,9 +117,9 @@ class DSpark:
         confidence: list[Tensor] = []
         for index in range(self._config.dspark_block_size):
             embedded = self._weights.markov_embed[previous]
-            step = base[:, index] + tile_linear(embedded, self._weights.markov_head_t)
+            step = base[:, index] + linear(embedded, self._weights.markov_head)
             joined = torch.cat((hidden[:, index], embedded), 1)
-            confidence.append(sigmoid(tile_linear(joined, self._weights.confidence_t).squeeze(1)))
+            confidence.append(sigmoid(linear(joined, self._weights.confidence).squeeze(1)))
             previous = step.argmax(1)
             ids.append(previous)
             logits.append(step)

@@ -32,7 +32,7 @@ class Engram:
         """The streams with each its gated share of the looked-up value."""
         weights, hc = self._weights, self._config.hc_mult
         found = gather_rows(weights.table, weights.scales, rows)
-        both = self._num.linear(self._num.fp8_input(found), weights.kv_t)
+        both = self._num.fp8_linear(found, weights.kv)
         keys, value = both.split((hc * self._config.hidden_size, self._config.hidden_size), 1)
         keys = keys.contiguous().unflatten(1, (hc, -1))
         gate = engram_gate(

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kernels.quant.linear import tile_linear
+from kernels.quant.linear import LinearWeight, Rounding, linear
 from kernels.quant.rounding import round_bf16, round_fp4_e4m3, round_fp4_ue8m0, round_fp8
 
 
@@ -38,9 +38,14 @@ class Numerics:
         """The input of linears with FP8 weights."""
         return round_fp8(x) if self.bf16 else x
 
-    def linear(self, x: Tensor, weight_t: Tensor) -> Tensor:
+    def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """A linear with bfloat16 result; its input is rounded before, if at all."""
-        return self.act(tile_linear(x, weight_t))
+        return linear(x, weight, bf16=self.bf16)
+
+    def fp8_linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
+        """A linear with FP8 weights, whose input is rounded, too."""
+        rounding = Rounding.FP8 if self.bf16 else Rounding.NONE
+        return linear(x, weight, rounding=rounding, bf16=self.bf16)
 
     def window_row(self, x: Tensor) -> Tensor:
         """What the window pool keeps of a row: FP8."""

@@ -1,0 +1,167 @@
+"""Builds and loads the native CPU kernels: one C++ file per family, compiled at first use.
+
+The library's name holds a hash of sources, flags and compiler, so that a change of any of them
+builds anew and parallel processes share one file. Without a compiler, or on one that fails, the
+caller falls back to the torch reference; the log says so once.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+ADDRESS, COUNT, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float  # argument types
+Native = Callable[..., None]
+
+_log = logging.getLogger(__name__)
+_KERNELS = Path(__file__).parent
+HEADERS = _KERNELS / "csrc"
+COMPILER = "g++"
+# No contraction: a fused multiply-add is where the source says so, so that all levels and
+# compilers round alike.
+FLAGS = (
+    *("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread"),
+    *("-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"),
+)
+LEVELS: dict[str, tuple[str, ...]] = {
+    "avx512": (
+        *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
+        "-mprefer-vector-width=512",
+    ),
+    "avx2": ("-mavx2", "-mfma"),
+    "scalar": (),
+}
+_NEEDS = {
+    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"},
+    "avx2": {"avx2", "fma"},
+    "scalar": set[str](),
+}
+
+
+class BuildError(RuntimeError):
+    """The compiler is missing or refused the source; the text says which and why."""
+
+
+@functools.cache
+def supported_levels() -> tuple[str, ...]:
+    """Instruction levels that this CPU runs, best first."""
+    flags: set[str] = set()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("flags"):
+                flags = set(line.split(":")[1].split())
+                break
+    except OSError:
+        pass
+    return tuple(level for level, needs in _NEEDS.items() if needs <= flags)
+
+
+@functools.cache
+def library(family: str) -> ctypes.CDLL | None:
+    """The native kernels of a family at the best level, or None: use the reference."""
+    try:
+        return load(family, supported_levels()[0])
+    except BuildError as error:
+        _say_once(str(error))
+        return None
+
+
+@functools.cache
+def _say_once(problem: str) -> None:
+    _log.warning("no native CPU kernels, the much slower torch references run instead: %s", problem)
+
+
+@functools.cache
+def load(family: str, level: str) -> ctypes.CDLL:
+    """Build `kernels/FAMILY/csrc/FAMILY.cpp` for a level unless it is there, and load it.
+
+    Raises:
+        BuildError: no compiler, or it refused the source.
+    """
+    return ctypes.CDLL(str(build(family, level)))
+
+
+def function(lib: ctypes.CDLL, name: str, argument_types: Sequence[type]) -> Native:
+    """A function of a library, which returns nothing."""
+    found = getattr(lib, name)
+    found.argtypes, found.restype = list(argument_types), None
+    return found
+
+
+def lazy(family: str, name: str, argument_types: Sequence[type]) -> Native:
+    """Like `function`, but the library is loaded by the first call."""
+    ready: list[Native] = []
+
+    def call(*arguments: object) -> None:
+        if not ready:
+            lib = library(family)
+            assert lib is not None, f"no native kernels of {family}: the caller must not get here"
+            ready.append(function(lib, name, argument_types))
+        ready[0](*arguments)
+
+    return call
+
+
+def build(family: str, level: str, extra_flags: tuple[str, ...] = ()) -> Path:
+    """Path of the built library. See `load`."""
+    source = _KERNELS / family / "csrc" / f"{family}.cpp"
+    compiler = shutil.which(COMPILER)
+    if compiler is None:
+        raise BuildError(f"{COMPILER} is not installed (Debian: apt-get install g++)")
+    flags = (*FLAGS, *LEVELS[level], *extra_flags)
+    target = _cache_folder() / f"{family}-{level}-{_digest(source, compiler, flags)}.so"
+    if not target.exists():
+        _compile(compiler, flags, source, target)
+    return target
+
+
+def _digest(source: Path, compiler: str, flags: tuple[str, ...]) -> str:
+    digest = hashlib.sha256(_version(compiler).encode())
+    digest.update("\0".join(flags).encode())
+    for file in (source, *sorted(HEADERS.glob("*.h"))):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@functools.cache
+def _version(compiler: str) -> str:
+    done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    return done.stdout
+
+
+def _compile(compiler: str, flags: tuple[str, ...], source: Path, target: Path) -> None:
+    """Into a file of our own, then renamed: another process never sees half a library."""
+    handle, partial = tempfile.mkstemp(suffix=".so", dir=target.parent)
+    os.close(handle)
+    try:
+        command = [compiler, *flags, f"-I{HEADERS}", str(source), "-o", partial]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise BuildError(f"{' '.join(command)} failed:\n{done.stderr.strip()}")
+        os.replace(partial, target)
+    finally:
+        Path(partial).unlink(missing_ok=True)
+
+
+@functools.cache
+def _cache_folder() -> Path:
+    """`kernels/build`, or a folder of this user below the temporary one if that is read-only."""
+    beside = _KERNELS / "build"
+    try:
+        beside.mkdir(exist_ok=True)
+        if os.access(beside, os.W_OK):
+            return beside
+    except OSError:
+        pass
+    own = Path(tempfile.gettempdir()) / f"deepmesh-kernels-{os.getuid()}"
+    own.mkdir(mode=0o700, exist_ok=True)
+    state = own.lstat()
+    if not own.is_dir() or own.is_symlink() or state.st_uid != os.getuid() or state.st_mode & 0o022:
+        raise BuildError(f"{own}: is not a folder of this user alone; remove it")
+    return own
