@@ -5,9 +5,11 @@ import contextlib
 import socket
 import struct
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEADER_BYTES = 64 << 10
+MAX_PIPELINED = 8  # requests behind the one that runs; beyond it the connection is not read
 ABORT = "deepmesh.abort"  # key in the scope: cuts the connection, unsent bytes are lost
 _NO_LINGER = struct.pack("ii", 1, 0)
 _VANISHED_S = 60  # a host that acknowledges nothing for so long is gone
@@ -17,6 +19,7 @@ class EdgeProtocol(HttpToolsProtocol):
     """One client connection."""
 
     _in_headers = True
+    _running: RequestResponseCycle | None = None
     _num_complete = 0
     _num_header_bytes = 0
     _header_timer: asyncio.TimerHandle | None = None
@@ -57,6 +60,8 @@ class EdgeProtocol(HttpToolsProtocol):
         self._num_complete += 1
         self._num_header_bytes = 0
         super().on_headers_complete()
+        if 0 < len(self.pipeline) <= MAX_PIPELINED:
+            self.flow.resume_reading()  # who does not read does not see the client go
 
     def on_message_complete(self) -> None:
         """Whatever comes next is another request."""
@@ -64,9 +69,16 @@ class EdgeProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The timer would keep the connection's memory."""
+        """The timer would keep the connection's memory; the request that runs must hear of it."""
         self._disarm()
         super().connection_lost(exc)
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True  # uvicorn tells the last request that came only
+            self._running.message_event.set()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def _arm(self) -> None:
         """Headers that have begun, or the first ones, must be complete in time."""

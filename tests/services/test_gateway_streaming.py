@@ -222,6 +222,17 @@ def test_hanging_up_while_waiting_for_a_plain_answer_cancels_it_at_once(
     assert mesh.tokenizer.expect(Cancel) == Cancel(submit.rid)
 
 
+def test_hanging_up_cancels_the_request_that_runs_also_when_another_waits_behind_it(
+    mesh: Mesh,
+) -> None:
+    client = mesh.post()
+    client.sock.sendall(b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}")
+    submit = mesh.tokenizer.expect(Submit)
+    client.close()
+
+    assert mesh.tokenizer.expect(Cancel) == Cancel(submit.rid)
+
+
 def test_a_reset_connection_counts_as_hanging_up(mesh: Mesh) -> None:
     client = mesh.post()
     submit = mesh.tokenizer.expect(Submit)
