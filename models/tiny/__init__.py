@@ -1,0 +1,1 @@
+"""The tiny trained checkpoint and the trainer that made it."""

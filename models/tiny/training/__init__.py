@@ -1,0 +1,1 @@
+"""The trainer of the checkpoint in `models/tiny`."""
