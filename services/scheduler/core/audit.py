@@ -86,9 +86,11 @@ def _counters(engine: Engine, residents: list[Request]) -> None:
     holds((table.prompt_len[here] <= t) & (t <= k), "I2 T")
     holds(~decode | (rows > 0) | (k == c + 1), "I2 decodes with F empty")
     holds(decode | (reach < t), "I2 prefills")
-    holds(reach < limit + geometry.decode_width, "I3 H beyond the limit")
-    holds(table.num_global[here] * size >= reach, "I3 H beyond the global blocks")
-    holds(table.window_end[here] * size >= reach, "I3 H beyond the window blocks")
+    # The device clamps what drafts would write beyond the limit; a row begins below it.
+    holds(reach < limit + geometry.depth * geometry.decode_width, "I3 H beyond the limit")
+    need = np.minimum(reach, limit) + np.where(decode, geometry.draft_reach, 0)
+    holds(table.num_global[here] * size >= need, "I3 H beyond the global blocks")
+    holds(table.window_end[here] * size >= need, "I3 H beyond the window blocks")
     first = np.maximum(0, c - geometry.window) // size
     holds(table.window_start[here] <= first, "I11 window pruned beyond C - W")
     holds(rows <= geometry.depth, "I4 rows in flight")

@@ -18,6 +18,7 @@ from .registry import Registry
 from .request import Request
 from .residency import Residency
 from .results import Results
+from .speculation import VerifyCapacity
 from .waiting import WaitingQueue
 from .watermark import Watermark
 
@@ -38,6 +39,7 @@ def geometry_of(config: SchedulerConfig, capacities: list[Capacity]) -> Geometry
         max_model_len=limit,
         depth=config.depth,
         max_rows=config.max_rows,
+        decode_width=1 + first.draft_len,
         one_kernel_class=first.one_kernel_class,
         vocab_size=first.vocab_size,
     )
@@ -77,7 +79,8 @@ class Engine:
             prefix_cache=prefix_cache,
             max_unacked=max_unacked,
         )
-        self.packer = Packer(self.residency, group)
+        self.verify = VerifyCapacity(draft_len=geometry.decode_width - 1)
+        self.packer = Packer(self.residency, group, self.verify)
         self.results = Results(self.residency, group, outbox, registry, geometry)
 
     @property
@@ -97,6 +100,8 @@ class Engine:
 
     def apply(self, step: StepRecord, result: StepResult, now: int) -> None:
         """Apply one rank's result and complete the preemptions it allows."""
+        if result.rank == 0:
+            self.verify.observe(result.confidence)
         if result.status == StepStatus.SKIPPED:
             self.results.discard(step, result.rank)
             return

@@ -1,6 +1,7 @@
 """Turns a plan into the step record and one SubmitStep per rank, and moves the columns along."""
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from deepmesh.wire.messages import (
@@ -19,6 +20,7 @@ from .group import Capture, Group, RankStep, StepRecord, decide, group_step_of
 from .planner import Plan
 from .request import Phase, Request
 from .residency import Residency
+from .speculation import VerifyCapacity
 
 DUMMY_SLOT = 0xFFFFFFFF  # no request, no lease: the executor's own scratch
 
@@ -26,10 +28,11 @@ DUMMY_SLOT = 0xFFFFFFFF  # no request, no lease: the executor's own scratch
 class Packer:
     """The only place that numbers steps and counts rows as in flight."""
 
-    def __init__(self, residency: Residency, group: Group) -> None:
+    def __init__(self, residency: Residency, group: Group, verify: VerifyCapacity) -> None:
         self._residency = residency
         self._table = residency.table
         self._group = group
+        self._verify = verify
         self._slots = residency.slots
         self._next_op = 1
 
@@ -45,6 +48,13 @@ class Packer:
             self._residency.geometry.decode_width,
             [sum(end - start for _, start, end in rows) for rows in chunks],
         )
+        if self._residency.geometry.decode_width > 1:
+            most = max(len(rows) for rows in decode)
+            descriptor = replace(
+                descriptor,
+                n_draft_passes=self._residency.geometry.decode_width - 1,
+                verify_capacity=self._verify.choose(most),
+            )
         record = StepRecord(step_id, descriptor.kind, [], now, set(ranks))
         steps = [
             self._pack_rank(plan, record, descriptor, rank, decode[rank], chunks[rank])
@@ -106,10 +116,13 @@ class Packer:
         is_prefill = np.arange(len(index)) >= num_decode
         # A row that misses its mask samples nothing, and its last position waits for a retry.
         least = np.where(is_prefill, q, 1) - table.grammar[index] * sampled
+        decode_mode = (
+            RowMode.VERIFY if self._residency.geometry.decode_width > 1 else RowMode.DECODE
+        )
         rows = np.zeros(len(index), ROW)
         rows["rid"], rows["epoch"] = table.rid[index], table.epoch[index]
         rows["slot"], rows["gen"] = index - rank * self._slots, table.gen[index]
-        rows["mode"] = np.where(is_prefill, RowMode.PREFILL, RowMode.DECODE)
+        rows["mode"] = np.where(is_prefill, RowMode.PREFILL, decode_mode)
         rows["source"] = np.where(is_prefill, RowSource.HOST, RowSource.DEVICE)
         rows["sample"] = sampled
         rows["grammar"] = table.grammar[index] * sampled

@@ -73,11 +73,12 @@ class Planner:
             & (table.confirmed - table.acked_len < self._max_unacked)
         )
         end = table.confirmed_kv[rows] + table.inflight_q[rows] + geometry.decode_width
-        need = -(-(end + geometry.draft_reach) // geometry.block_size)
+        reach = np.minimum(end, table.max_len[rows]) + geometry.draft_reach  # the device clamps
+        need = -(-reach // geometry.block_size)
         grow = (need > table.num_global[rows]) | (need > table.window_end[rows])
         refused: list[int] = []
         for at in self._oldest_first(rows, np.flatnonzero(grow)):
-            index, tokens = int(rows[at]), int(end[at]) + geometry.draft_reach
+            index, tokens = int(rows[at]), int(reach[at])
             grown = self._residency.grow_global(index, tokens)
             if not (grown and self._residency.grow_window(index, tokens)):
                 refused.append(at)
@@ -86,7 +87,9 @@ class Planner:
             rows, end = np.delete(rows, refused), np.delete(end, refused)
         plan.decode = rows
         if self._prefix_cache and geometry.one_kernel_class:
-            crossing = end // geometry.chunk_align > (end - 1) // geometry.chunk_align
+            # The row may end anywhere behind its least start: on a grid point if it is lucky.
+            least = table.confirmed_kv[rows] + table.inflight_min[rows]
+            crossing = end // geometry.chunk_align > least // geometry.chunk_align
             for at in np.flatnonzero(crossing).tolist():
                 position = int(end[at]) // geometry.chunk_align * geometry.chunk_align
                 self._capture(plan, int(rows[at]), position)

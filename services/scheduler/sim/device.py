@@ -64,6 +64,8 @@ class Device:
         self.kv = ShadowKV(capacity)
         self.gpu_done = 0
         self.null_rows = 0
+        self.rejected_drafts = 0
+        self._step_id = 0
         self._slots: dict[int, _Slot] = {}
         self._running: _Running | None = None
         self._last_group_step = 0
@@ -83,6 +85,7 @@ class Device:
             raise ShadowError(f"group step {step.group_step} after {self._last_group_step}")
         self._last_group_step = step.group_step
         self._running = _Running(step)
+        self._step_id = step.step_id
         for slot, gen in np.frombuffer(step.close, SLOT).tolist():
             self._close(slot, gen)
         for init in step.init:
@@ -184,6 +187,8 @@ class Device:
             return []
         self._check_input(row, slot, start, tag)
         end = start + int(row["q"])
+        if row["mode"] == RowMode.VERIFY:
+            return self._verify(row, slot, result, masked=null != "no mask", tag=tag)
         if null == "no mask":
             self.null_rows += 1
             self._compute(slot, start, end - 1, tag)
@@ -201,8 +206,48 @@ class Device:
             raise ShadowError(f"{tag} starts at {start}, the host said {low}..{high}")
         if row["source"] == RowSource.DEVICE and row["producer_step"] != slot.producer:
             raise ShadowError(f"{tag} takes its token from another row (I15)")
-        if start + int(row["q"]) > len(slot.ids):
+        is_verify = row["mode"] == RowMode.VERIFY
+        if start + (1 if is_verify else int(row["q"])) > len(slot.ids):
             raise ShadowError(f"{tag} computes positions without tokens")
+
+    def _verify(
+        self, row: np.void, slot: _Slot, result: np.void, *, masked: bool, tag: str
+    ) -> list[int]:
+        """Verify drafts: some survive, the rest leaves wrong KV behind that is written over.
+
+        How many survive depends on seed and position only, so it is the same in every schedule;
+        acceptance is clamped to what the request may still bring.
+        """
+        start, init = slot.kv_len, slot.init
+        luck = mix(mix(slot.chain[start], init.seed), 77) % (int(row["q"]) + 1)
+        width = min(int(row["q"]), init.max_len - start)  # what lies beyond goes to scratch
+        drafts = min(luck, width - 1, init.max_len - len(slot.ids) - 1)
+        self._compute(slot, start, start + 1, tag)
+        tokens: list[int] = []
+        while masked:
+            tokens += self._sample(row, slot, result)
+            if len(tokens) > drafts or slot.done:
+                break
+            position = len(slot.ids) - 1
+            self._compute(slot, position, position + 1, tag)
+        end = start + max(1, len(tokens))
+        wrong = np.full(start + width - end, -7, np.int64)  # rejected drafts
+        for pool in (Pool.GLOBAL, Pool.WINDOW):
+            self.kv.write(pool, slot.tables[pool], end, wrong, tag)
+        self.rejected_drafts += len(wrong)
+        slot.kv_len = end if masked else start
+        slot.producer = self._step_id
+        result["kv_len"], result["num_tokens"] = slot.kv_len, len(tokens)
+        result["num_verified"] = width - 1
+        if not masked:
+            self.null_rows += 1
+            result["done_reason"] = DoneReason.NULL
+            self.kv.write(Pool.STATE, slot.tables[2], 0, self._state_before(slot), tag)
+        return tokens
+
+    def _state_before(self, slot: _Slot) -> NDArray[np.int64]:
+        """A row that gives nothing leaves the state as it was."""
+        return np.array([slot.chain[slot.kv_len - 1] if slot.kv_len else 0], np.int64)
 
     def _compute(self, slot: _Slot, start: int, end: int, tag: str) -> None:
         """Attend to everything below `start`, write `start..end`."""

@@ -15,7 +15,7 @@ def draw_capacity(draw: random.Random) -> Capacity:
     """A small device: everything runs short now and then."""
     window, block_size = draw.choice([8, 16, 24, 40]), draw.choice([4, 8, 16])
     align = block_size * draw.choice([1, 2, 4])
-    least_windows = (window + align) // block_size + 4
+    least_windows = (window + align + 8) // block_size + 4
     return Capacity(
         engine_epoch=0,
         rank=0,
@@ -28,6 +28,7 @@ def draw_capacity(draw: random.Random) -> Capacity:
         window=window,
         block_size=block_size,
         chunk_align=align,
+        draft_len=draw.choice([0, 0, 1, 3, 7]),
         one_kernel_class=draw.random() < 0.8,
     )
 
