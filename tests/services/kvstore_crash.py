@@ -51,8 +51,9 @@ def cut_write(num_writes: int, share: float) -> WriteAt:
 
 def write_for_ever(folder: Path, acks: int, source: random.Random, versions: list[int]) -> None:
     """The writer: says before each change what it begins, and after it that it is done."""
-    num_writes = source.choice([source.randrange(1, 300), 1 << 60])
-    write_at = cut_write(num_writes, source.choice([0.0, source.random(), 1.0]))
+    num_writes = source.randrange(1, 300) if source.random() < 0.7 else 1 << 60
+    share = source.choice([0.0, 1.0]) if source.random() < 0.3 else source.random()
+    write_at = cut_write(num_writes, share)
     tier = DiskTier(folder, max_bytes=MAX_BYTES, write_at=write_at)
     version = max(versions) + 1
     while True:
