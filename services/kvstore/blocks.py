@@ -79,7 +79,7 @@ class BlockTiers:
 
     def put_reserved(self, key: Key, checksum: int) -> KvTier:
         """The payload of a reserved key has been written into the shared file."""
-        payload = self._memory.read(key, checksum)
+        payload = self._memory.view(key, checksum)
         known = self.store.entries.get(key)  # someone else may have put it meanwhile
         if payload is None or (known is not None and known.checksum != checksum):
             self.counters["bad_puts"] += 1
@@ -206,7 +206,7 @@ class BlockTiers:
         for key in keys:
             self._memory.give(key)
 
-    def _write_to_disk(self, key: Key, entry: Entry, payload: bytes) -> None:
+    def _write_to_disk(self, key: Key, entry: Entry, payload: bytes | memoryview) -> None:
         if self._disk is None or entry.num_bytes > self._disk.max_item_bytes:
             return
         victims = self.store.put_on_disk(key, entry)

@@ -124,6 +124,18 @@ class MemoryTier:
             self._map[offset : offset + size] = view[at : at + size]
             at += size
 
+    def view(self, key: Key, checksum: int) -> bytes | memoryview | None:
+        """The payload, where it lies if possible; None when it is not what was written.
+
+        The view must not outlive the call that asked for it: the pages may go to others.
+        """
+        extents = self.extents(key)
+        if len(extents) > 1:
+            return self.read(key, checksum)
+        ((at, size),) = extents
+        payload = memoryview(self._map)[at : at + size]
+        return payload if zlib.crc32(payload) == checksum else None
+
     def read(self, key: Key, checksum: int) -> bytes | None:
         """A copy of the payload; None when it is not what was written."""
         payload = b"".join(self._map[at : at + size] for at, size in self.extents(key))
