@@ -15,10 +15,13 @@ from services.executor.stream import StreamExecutor
 
 _log = logging.getLogger(__name__)
 SWITCH_S = 0.0005
+GRACE_S = 3.0  # the scheduler finds a dead peer within links.timeout_s, and says so in this time
 
 
-def make_engine(config: Config) -> Engine:
+def make_engine(config: Config, index: int = 0) -> Engine:
     """The engine that [executor] asks for; only the one with a model imports torch.
+
+    `index` is that of the scheduler whose EP group it belongs to.
 
     Raises:
         ConfigError: there is none for this device, or torch is not installed.
@@ -37,7 +40,7 @@ def make_engine(config: Config) -> Engine:
         raise ConfigError(
             f"executor.kind: 'model' needs {error.name}: pip install 'deepmesh[executor]'"
         ) from error
-    return ModelEngine(config)
+    return ModelEngine(config, index)
 
 
 def main() -> int:
@@ -51,7 +54,7 @@ def main() -> int:
     try:
         config = load_config(arguments.config)
         log.setup(name, config.mesh.log_level)
-        engine = make_engine(config)
+        engine = make_engine(config, arguments.index)
     except ConfigError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
@@ -61,7 +64,12 @@ def main() -> int:
     tracer = telemetry.setup("executor", name, config)
 
     def make(on_result: Callable[[], None], on_progress: OnProgress) -> Executor:
-        return StreamExecutor(engine, on_result=on_result, on_progress=on_progress)
+        return StreamExecutor(
+            engine,
+            on_result=on_result,
+            on_progress=on_progress,
+            patience_s=config.links.timeout_s + GRACE_S,
+        )
 
     service = ExecutorService(
         config, make, index=arguments.index, rank=arguments.rank, tracer=tracer

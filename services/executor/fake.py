@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepmesh.config import Config
-from deepmesh.wire.messages import BlockOp, Capacity, Load, OpKind, Pool
+from deepmesh.wire.messages import BlockOp, Capacity, Load, OpKind, Pool, SubmitStep
 from services.executor.capacity import fingerprint, plan_capacity
 from services.executor.interface import LiveRows, OnProgress, Sampled
 from services.executor.model_config import load_config
@@ -116,7 +116,13 @@ class FakeEngine:
             cells = self._cells[op.pool]
             cells[op.dst] = cells[op.src] if op.kind == OpKind.COPY else 0
 
-    def compute(self, live: LiveRows, slots: SlotTable) -> Sampled:
+    def begin_epoch(self, engine_epoch: int) -> None:
+        """Its ranks need nothing of each other."""
+
+    def leave(self, engine_epoch: int) -> None:
+        """Its ranks need nothing of each other."""
+
+    def compute(self, live: LiveRows, slots: SlotTable, step: SubmitStep) -> Sampled:
         """Extend every row's chain, then draw from the oracle."""
         if self._step_s:
             self._closing.wait(self._step_s)

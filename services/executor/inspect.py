@@ -131,13 +131,12 @@ def _parts(specs: list[TensorSpec]) -> tuple[PartSize, ...]:
 
 
 def _rank(config: ModelConfig, specs: list[TensorSpec], rank: int, ranks: int) -> RankSize:
-    """Everything but routed experts is on every rank (attention runs data-parallel)."""
+    """Everything but the layers' routed experts is on every rank (attention is data-parallel)."""
     own = rank_experts(config.n_routed_experts, rank, ranks)
-    own_draft = rank_experts(config.dspark_n_routed_experts, rank, ranks)
     device = host = 0
     for spec in specs:
-        experts = own_draft if spec.name.startswith("mtp.") else own
-        if spec.expert is not None and spec.expert not in experts:
+        is_spread = spec.expert is not None and not spec.name.startswith("mtp.")
+        if is_spread and spec.expert not in own:
             continue
         if _part(spec) in HOST_PARTS:
             host += spec.num_bytes

@@ -14,6 +14,13 @@ if TYPE_CHECKING:
 OnProgress = Callable[[str, int, int], None]  # stage, done, total
 
 
+class GroupLost(Exception):
+    """A peer of the EP group is gone, or this rank has left it: nothing came of the step.
+
+    `Executor.poll` raises it when the group stays lost and nobody has begun a new engine epoch.
+    """
+
+
 class Executor(Protocol):
     """Computes steps in the order submitted. Never decides what to compute."""
 
@@ -26,7 +33,11 @@ class Executor(Protocol):
         ...
 
     def poll(self, timeout_s: float) -> StepResult | GpuDone | None:
-        """The oldest result not yet taken, or None after `timeout_s`."""
+        """The oldest result not yet taken, or None after `timeout_s`.
+
+        Raises:
+            GroupLost: steps wait for peers that do not come back; only a new epoch helps.
+        """
         ...
 
     def reset(self, engine_epoch: int) -> None:
@@ -59,18 +70,37 @@ class Sampled(NamedTuple):
 
 
 class Engine(Protocol):
-    """The arithmetic of one device. All but `load` is called on the device stream's thread."""
+    """The arithmetic of one device.
+
+    `load`, `begin_epoch` and `close` may be called from any thread, the others only from that of
+    the device stream.
+    """
 
     def load(self, order: Load, on_progress: OnProgress) -> Capacity:
         """Load the weights, unless these are there already, and make empty KV pools."""
+        ...
+
+    def begin_epoch(self, engine_epoch: int) -> None:
+        """Steps of this epoch may come; a `compute` of another that waits for peers ends."""
+        ...
+
+    def leave(self, engine_epoch: int) -> None:
+        """A step failed here: take no part in further steps of this epoch's group."""
         ...
 
     def run_ops(self, ops: Sequence[BlockOp]) -> None:
         """Copy and clear blocks."""
         ...
 
-    def compute(self, live: LiveRows, slots: "SlotTable") -> Sampled:
-        """Run the model over the rows, writing their KV, and sample behind those that ask."""
+    def compute(self, live: LiveRows, slots: "SlotTable", step: SubmitStep) -> Sampled:
+        """Run the model over the rows, writing their KV, and sample behind those that ask.
+
+        In a group of several ranks a step without live rows is computed, too: the others wait
+        for this rank's part of it.
+
+        Raises:
+            GroupLost: a peer is gone, or the step's epoch is over.
+        """
         ...
 
     def close(self) -> None:

@@ -12,13 +12,15 @@ import torch
 from numpy.typing import NDArray
 
 from deepmesh.config import Config
-from deepmesh.wire.messages import BlockOp, Capacity, Load, OpKind, Pool
+from deepmesh.wire.messages import BlockOp, Capacity, Load, OpKind, Pool, SubmitStep
 from services.executor.batch import BatchRow, StepBatch
 from services.executor.capacity import fingerprint, plan_capacity
 from services.executor.interface import LiveRows, OnProgress, Sampled
 from services.executor.kv_cache import KvCache
 from services.executor.model_config import ModelConfig
 from services.executor.models.outputs import StepOutput
+from services.executor.parallel import NO_EPOCH, ExpertGroup
+from services.executor.rendezvous import Rendezvous
 from services.executor.sampler import SampleRow, sample
 from services.executor.slots import SlotTable
 from services.executor.weights import load_model
@@ -39,12 +41,18 @@ class Model(Protocol):
         """Write the KV of all tokens of the batch; logits where they are wanted."""
         ...
 
+    def serve(self) -> None:
+        """A step without tokens: the experts held here work for the other ranks."""
+        ...
+
 
 class ModelEngine:
     """Weights and KV tensors of one rank on the CPU."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, config: Config, index: int = 0) -> None:
+        """`index` is that of the scheduler whose EP group this rank belongs to."""
+        self._config, self._index = config, index
+        self._group: ExpertGroup | None = None  # None: this rank is all there is
         self._loaded: tuple[object, ...] = ()
         self._threads_set = False
 
@@ -53,13 +61,37 @@ class ModelEngine:
         path, wanted = Path(order.model), (order.model, order.rank, order.ranks, order.numerics)
         if self._loaded != wanted:
             self._loaded = ()
-            self._model: Model = load_model(path, numerics=order.numerics, progress=on_progress)
+            self._group = self._make_group(order)
+            self._model: Model = load_model(
+                path,
+                numerics=order.numerics,
+                rank=order.rank,
+                ranks=order.ranks,
+                exchange=self._group,
+                progress=on_progress,
+            )
             self._fingerprint = fingerprint(path, order.numerics, "cpu")
             self._make_cache(order)
             self._loaded = wanted
         return msgspec.structs.replace(
             self._capacity, engine_epoch=order.engine_epoch, rank=order.rank
         )
+
+    def _make_group(self, order: Load) -> ExpertGroup | None:
+        if order.ranks == 1:
+            return None
+        folder = Path(self._config.mesh.run_dir) / f"group-{self._index}"
+        return ExpertGroup(Rendezvous(folder, rank=order.rank, ranks=order.ranks))
+
+    def begin_epoch(self, engine_epoch: int) -> None:
+        """Meet the other ranks anew with the first step of this epoch."""
+        if self._group is not None:
+            self._group.begin_epoch(engine_epoch)
+
+    def leave(self, engine_epoch: int) -> None:
+        """Let the other ranks know that this one does not go on."""
+        if self._group is not None:
+            self._group.leave(engine_epoch)
 
     def _make_cache(self, order: Load) -> None:
         model = self._model.config
@@ -69,7 +101,7 @@ class ModelEngine:
             model,
             order,
             bytes_per_block=KvCache.float_bytes_per_block(model),
-            memory_bytes=int(memory * POOL_SHARE),
+            memory_bytes=int(memory * POOL_SHARE / order.ranks),  # they may share a machine
         )
         self.cache = KvCache(
             model,
@@ -89,11 +121,16 @@ class ModelEngine:
                     self.cache.zero_block(op.pool, op.dst)
 
     @torch.inference_mode()
-    def compute(self, live: LiveRows, slots: SlotTable) -> Sampled:
+    def compute(self, live: LiveRows, slots: SlotTable, step: SubmitStep) -> Sampled:
         """One forward over all rows, then one call of the sampler."""
         if not self._threads_set:  # a setting of each thread
             torch.set_num_threads(self._config.executor.threads)
             self._threads_set = True
+        if self._group is not None:
+            self._group.enter(step)
+        if not len(live.rows):
+            self._model.serve()
+            return spread(None, live.rows, 0)
         rows = [self._row(live, slots, i) for i in range(len(live.rows))]
         batch = StepBatch.build(rows, self._model.config.context_ids)
         output = self._model.forward(batch, self.cache)
@@ -124,7 +161,8 @@ class ModelEngine:
         return SampleRow(init, stop_ids, slots.tokens[slot, : int(slots.total_len[slot])])
 
     def close(self) -> None:
-        """Nothing waits here."""
+        """A step that waits for other ranks ends now."""
+        self.begin_epoch(NO_EPOCH)
 
 
 def spread(drawn: Sampled | None, asking: NDArray[np.int64], num_rows: int) -> Sampled:

@@ -24,7 +24,7 @@ from deepmesh.wire.messages import (
     SubmitStep,
 )
 from deepmesh.wire.sockets import Dialer, Identity, LinkEvent, Mail, PeerDown, PeerUp
-from services.executor.interface import Executor, OnProgress
+from services.executor.interface import Executor, GroupLost, OnProgress
 from services.executor.loader import Loader
 from services.executor.progress import LoadDisplay
 
@@ -227,6 +227,14 @@ class ExecutorService:
         self._link.send(capacity)
 
     def _send_results(self) -> None:
+        try:
+            self._send_all_results()
+        except GroupLost as error:
+            self.counters["lost_groups"] += 1
+            _log.error("the EP group is lost (%s): dialling again", error)
+            self._redial()
+
+    def _send_all_results(self) -> None:
         while (result := self._executor.poll(0)) is not None:
             if isinstance(result, StepResult):
                 self._unresolved -= 1

@@ -19,13 +19,15 @@ from deepmesh.wire.messages import (
     StepTimes,
     SubmitStep,
 )
-from deepmesh.wire.packed import BLOCK, CANCEL, ROW, SLOT, pack_ids
-from services.executor.interface import Engine, LiveRows, OnProgress, Sampled
+from deepmesh.wire.packed import BLOCK, CANCEL, ROW, SLOT
+from services.executor.interface import Engine, GroupLost, OnProgress
+from services.executor.outcome import Outcome
 from services.executor.slots import SlotTable
 
 _log = logging.getLogger(__name__)
 MAX_QUEUED = 64  # far above any depth: a scheduler that ignores results is a bug
 NO_EPOCH = -1
+PATIENCE_S = 10.0
 
 
 class _Job:
@@ -53,11 +55,14 @@ class StreamExecutor:
         *,
         on_result: Callable[[], None] = lambda: None,
         on_progress: OnProgress = lambda stage, done, total: None,
+        patience_s: float = PATIENCE_S,
     ) -> None:
+        """`patience_s`: how long after the loss of the EP group a new epoch is waited for."""
         self.counters: Counter[str] = Counter()
         self._engine = engine
         self._on_result = on_result
         self._on_progress = on_progress
+        self._patience_s = patience_s
         self._changed = threading.Condition()  # guards everything below
         self._queue: deque[_Job] = deque()
         self._results: deque[StepResult | GpuDone] = deque()
@@ -66,7 +71,8 @@ class StreamExecutor:
         self._closing = False
         self._slots: SlotTable | None = None  # of the epoch below; the worker's own
         self._slots_epoch = NO_EPOCH
-        self._rank = 0
+        self._rank, self._ranks = 0, 1
+        self._group_lost = ""  # why; empty: it is not
         self._gpu_done = 0
         self._ops_done: list[tuple[int, int]] = []
         self._cancelled: list[NDArray[np.void]] = []
@@ -86,7 +92,7 @@ class StreamExecutor:
         self.reset(NO_EPOCH)
         capacity = self._engine.load(order, self._on_progress)
         with self._changed:
-            self._capacity, self._rank = capacity, order.rank
+            self._capacity, self._rank, self._ranks = capacity, order.rank, order.ranks
         self.reset(order.engine_epoch)
         return capacity
 
@@ -104,21 +110,25 @@ class StreamExecutor:
             self._changed.notify_all()
 
     def poll(self, timeout_s: float) -> StepResult | GpuDone | None:
-        """The oldest result not yet taken, or None after `timeout_s`."""
+        """The oldest result not yet taken, or None after `timeout_s`; see `Executor`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._results, timeout_s)
+            self._changed.wait_for(lambda: self._results or self._group_lost, timeout_s)
+            if self._group_lost:
+                raise GroupLost(self._group_lost)
             return self._results.popleft() if self._results else None
 
     def reset(self, engine_epoch: int) -> None:
         """Abandon queued steps and results; the step that runs now ends unheard."""
         with self._changed:
             self.counters["abandoned_steps"] += len(self._queue)
-            self._epoch = engine_epoch
+            self._epoch, self._group_lost = engine_epoch, ""
             self._queue.clear()
             self._results.clear()
             self._cancelled.clear()
             self._gpu_done = 0
             self._ops_done = []
+            self._engine.begin_epoch(engine_epoch)
+            self._changed.notify_all()
 
     def close(self) -> None:
         """End the worker; queued steps are abandoned."""
@@ -156,10 +166,14 @@ class StreamExecutor:
         after = [op for op in step.ops if op.after]
         try:
             outcome = self._compute(job, slots)
+        except GroupLost as error:
+            self._await_epoch(step, str(error))
+            return
         except Exception as error:  # the one of this loop: the step fails, the executor lives
             _log.exception("step %d failed", step.step_id)
             self.counters["failed_steps"] += 1
             slots.fail(job.rows)
+            self._engine.leave(step.engine_epoch)
             outcome = Outcome(slots.report(job.rows), error=f"{type(error).__name__}: {error}")
             after = []
         outcome.begin_ns, outcome.end_ns = begin_ns, time.time_ns()
@@ -167,7 +181,23 @@ class StreamExecutor:
         if after:
             self._tail(job, after)
 
-    def _compute(self, job: _Job, slots: SlotTable) -> "Outcome":
+    def _await_epoch(self, step: SubmitStep, reason: str) -> None:
+        """The scheduler learns of a dead peer, or of a step that failed there, from others than
+        this rank, and begins a new epoch. If it does not, the session has to end.
+        """
+        _log.warning("step %d: %s", step.step_id, reason)
+        self.counters["lost_groups"] += 1
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closing or self._epoch != step.engine_epoch, self._patience_s
+            )
+            if self._closing or self._epoch != step.engine_epoch:
+                return
+            self._group_lost = reason
+            self._changed.notify_all()
+        self._on_result()
+
+    def _compute(self, job: _Job, slots: SlotTable) -> Outcome:
         step = job.step
         slots.close(np.frombuffer(step.close, SLOT))
         for init in step.init:
@@ -176,13 +206,13 @@ class StreamExecutor:
         before = [op for op in step.ops if not op.after]
         self._run_ops(before, slots)
         live = slots.resolve(job.rows)
-        if not len(live.rows):
+        if not len(live.rows) and self._ranks == 1:
             return Outcome(slots.report(job.rows), ops=before)
-        sampled = self._engine.compute(live, slots)
+        sampled = self._engine.compute(live, slots, step)
         rows = slots.settle(job.rows, live, sampled, step.step_id)
         outcome = Outcome(rows, ops=before)
         wanted = [slots.request(slot).init.n_logprobs for slot in live.slots.tolist()]
-        outcome.add_tokens(live, sampled, with_logprobs=max(wanted) >= 0)
+        outcome.add_tokens(live, sampled, with_logprobs=max(wanted, default=-1) >= 0)
         return outcome
 
     def _run_ops(self, ops: Sequence[BlockOp], slots: SlotTable) -> None:
@@ -191,7 +221,7 @@ class StreamExecutor:
         if ops:
             self._engine.run_ops(ops)
 
-    def _emit(self, job: _Job, outcome: "Outcome", *, is_tail: bool) -> None:
+    def _emit(self, job: _Job, outcome: Outcome, *, is_tail: bool) -> None:
         """TOKENS_READY; carries the watermark of this step only if its tail is complete."""
         step = job.step
         times = StepTimes(
@@ -235,51 +265,3 @@ class StreamExecutor:
             self._results.append(GpuDone(self._epoch, self._rank, self._gpu_done, ops_done))
             self._changed.notify_all()
         self._on_result()
-
-
-class Outcome:
-    """What came of a step, on its way into a `StepResult`."""
-
-    def __init__(
-        self, rows: NDArray[np.void], *, ops: Sequence[BlockOp] = (), error: str = ""
-    ) -> None:
-        self.rows, self.ops, self.error = rows, ops, error
-        self.begin_ns = self.end_ns = 0
-        self._tokens: list[int] = []
-        self._logprobs = self._top_ids = self._top_logprobs = b""
-
-    def add_tokens(self, live: LiveRows, sampled: Sampled, *, with_logprobs: bool) -> None:
-        """Tokens in the order of the step's rows; logprobs if any row asks for them."""
-        took = [i for i in range(len(live.rows)) if self.rows["num_tokens"][live.rows[i]]]
-        self._tokens = sampled.tokens[took].tolist()
-        if with_logprobs and took:
-            self._logprobs = sampled.logprobs[took].astype("<f4").tobytes()
-            self._top_ids = b"".join(sampled.top_ids[i].astype("<i4").tobytes() for i in took)
-            self._top_logprobs = b"".join(
-                sampled.top_logprobs[i].astype("<f4").tobytes() for i in took
-            )
-
-    def result(
-        self,
-        step: SubmitStep,
-        rank: int,
-        gpu_done: int,
-        ops_done: list[tuple[int, int]],
-        times: StepTimes,
-    ) -> StepResult:
-        """The message."""
-        return StepResult(
-            step.engine_epoch,
-            step.step_id,
-            rank,
-            StepStatus.ERROR if self.error else StepStatus.OK,
-            self.rows.tobytes(),
-            tokens=pack_ids(self._tokens),
-            logprobs=self._logprobs,
-            top_ids=self._top_ids,
-            top_logprobs=self._top_logprobs,
-            gpu_done=gpu_done,
-            ops_done=ops_done,
-            times=times,
-            error=self.error,
-        )

@@ -7,6 +7,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from kernels.comm.comm import Exchange
 from kernels.engram.constants import hash_multipliers, table_primes
 from kernels.quant.linear import LinearWeight, join_groups, pack_linear
 from kernels.quant.unpack import unpack_fp4, unpack_fp8
@@ -40,9 +41,12 @@ def load_model(
     numerics: str,
     rank: int = 0,
     ranks: int = 1,
+    exchange: Exchange | None = None,
     progress: ProgressCallback | None = None,
 ) -> DeepseekV41:
     """The model of a checkpoint folder, with the routed experts of `rank` only.
+
+    `exchange` reaches the other ranks; it is needed if there are any.
 
     Raises:
         ModelConfigError: config.json is wrong.
@@ -51,7 +55,7 @@ def load_model(
     folder = Path(path)
     config = load_config(folder)
     weights = load_weights(folder, config, rank=rank, ranks=ranks, progress=progress)
-    return DeepseekV41(config, weights, numerics)
+    return DeepseekV41(config, weights, numerics, exchange)
 
 
 def load_weights(
@@ -65,6 +69,10 @@ def load_weights(
     """Check every tensor, then load layer by layer. See `load_model`."""
     if not 0 <= rank < ranks:
         raise ValueError(f"rank {rank} is not within 0..{ranks - 1}")
+    if ranks > config.n_routed_experts:
+        raise ValueError(
+            f"executor.ranks: {ranks} ranks cannot share {config.n_routed_experts} experts a layer"
+        )
     stored = read_headers(folder)
     check_tensors(tensor_specs(config), stored)
     return _Reader(stored, config, rank, ranks, progress or (lambda *_: None)).model(folder)
@@ -142,11 +150,12 @@ class _Reader:
         )
 
     def _layer(self, prefix: str, layer: int, num_experts: int) -> LayerWeights:
+        first_stage = self._config.num_hidden_layers
         return LayerWeights(
             attn_hyper=self._hyper(prefix, "attn"),
             ffn_hyper=self._hyper(prefix, "ffn"),
             attention=self._attention(prefix + "attn.", layer),
-            moe=self._moe(prefix + "ffn.", num_experts),
+            moe=self._moe(prefix + "ffn.", num_experts, is_spread=layer < first_stage),
             engram=self._engram(prefix + "engram.", layer)
             if layer in self._config.engram_layer_ids
             else None,
@@ -192,8 +201,11 @@ class _Reader:
             index_key_norm=self._plain(prefix + "indexer.k_norm.weight"),
         )
 
-    def _moe(self, prefix: str, num_experts: int) -> MoeWeights:
-        own = rank_experts(num_experts, self._rank, self._ranks)
+    def _moe(self, prefix: str, num_experts: int, *, is_spread: bool) -> MoeWeights:
+        """Experts of draft stages are on every rank: drafting needs no exchange."""
+        ranks = self._ranks if is_spread else 1
+        held = [rank_experts(num_experts, rank, ranks) for rank in range(ranks)]
+        own = held[self._rank if is_spread else 0]
         experts = [f"{prefix}experts.{expert}." for expert in own]
         w13 = [_join(self._fp4(base + "w1"), self._fp4(base + "w3")) for base in experts]
         w2 = [pack_linear(self._fp4(base + "w2")) for base in experts]
@@ -202,7 +214,7 @@ class _Reader:
             gate=self._linear(prefix + "gate.weight"),
             bias=self._plain(prefix + "gate.bias"),
             first_expert=own.start,
-            num_experts=num_experts,
+            owners=torch.tensor([rank for rank, experts in enumerate(held) for _ in experts]),
             w13=join_groups(w13),
             w2=join_groups(w2),
             shared_w13=_join(self._fp8(shared + "w1"), self._fp8(shared + "w3")),

@@ -4,10 +4,11 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from kernels.comm.comm import Exchange
 from kernels.mhc.mix import HyperMix, hyper_mix
 from kernels.mhc.rms_norm import rms_norm
 from kernels.mhc.streams import collapse, expand
-from kernels.moe.experts import combine_slots, expert_mlp, routed_experts
+from kernels.moe.experts import expert_mlp, routed_experts
 from kernels.moe.gate import route
 from kernels.quant.linear import linear
 from services.executor.model_config import ModelConfig
@@ -17,18 +18,22 @@ from services.executor.models.parameters import HyperWeights, LayerWeights, MoeW
 
 
 class Moe:
-    """Routed experts and the shared one."""
+    """Routed experts, wherever they are, and the shared one."""
 
     def __init__(
-        self, config: ModelConfig, weights: MoeWeights, top_k: int, numerics: Numerics
+        self,
+        config: ModelConfig,
+        weights: MoeWeights,
+        top_k: int,
+        numerics: Numerics,
+        exchange: Exchange,
     ) -> None:
         self._config, self._weights, self._top_k, self._num = config, weights, top_k, numerics
+        self._exchange = exchange
 
     def __call__(self, u: Tensor) -> Tensor:
         """u [num_tokens, hidden] -> the sublayer's output."""
         weights, config = self._weights, self._config
-        if weights.w13.groups != weights.num_experts:
-            raise NotImplementedError("this rank holds some of the experts: no exchange yet")
         expert_ids, shares = route(
             linear(u, weights.gate),
             weights.bias,
@@ -36,19 +41,36 @@ class Moe:
             scaling=config.routed_scaling_factor,
             temperature=config.gate_temp,
         )
-        limit, bf16 = config.swiglu_limit, self._num.bf16
-        slots = routed_experts(
+        routed = self._routed(u, expert_ids, shares)
+        shared = expert_mlp(
             u,
-            expert_ids,
-            shares,
+            weights.shared_w13,
+            weights.shared_w2,
+            limit=config.swiglu_limit,
+            bf16=self._num.bf16,
+        )
+        return self._num.act(routed.add_(shared))
+
+    def serve(self) -> None:
+        """Without tokens of our own: the experts held here work for the other ranks."""
+        u = self._weights.bias.new_zeros(0, self._config.hidden_size)
+        slots = u.new_zeros(0, self._top_k)
+        self._routed(u, slots.long(), slots)
+
+    def _routed(self, u: Tensor, expert_ids: Tensor, shares: Tensor) -> Tensor:
+        weights = self._weights
+        here = self._exchange.dispatch(u, expert_ids, shares, weights.owners)
+        slots = routed_experts(
+            here.x,
+            here.expert_ids,
+            here.weights,
             weights.w13,
             weights.w2,
             first_expert=weights.first_expert,
-            limit=limit,
-            bf16=bf16,
+            limit=self._config.swiglu_limit,
+            bf16=self._num.bf16,
         )
-        shared = expert_mlp(u, weights.shared_w13, weights.shared_w2, limit=limit, bf16=bf16)
-        return self._num.act(combine_slots(slots).add_(shared))
+        return self._exchange.combine(slots)
 
 
 class Block:
@@ -61,9 +83,10 @@ class Block:
         top_k: int,
         numerics: Numerics,
         name: str,
+        exchange: Exchange,
     ) -> None:
         self._config, self._weights, self._num, self._name = config, weights, numerics, name
-        self._moe = Moe(config, weights.moe, top_k, numerics)
+        self._moe = Moe(config, weights.moe, top_k, numerics, exchange)
 
     def __call__(
         self,
@@ -83,6 +106,10 @@ class Block:
         out = self._moe(self._input(streams, carried, weights.ffn_hyper))
         self._show(tap, "ffn", mix, out)
         return self._num.act(expand(streams, out, mix.post, mix.comb)), mix.pre
+
+    def serve(self) -> None:
+        """See `Moe`."""
+        self._moe.serve()
 
     def _mix(self, streams: Tensor, weights: HyperWeights) -> HyperMix:
         return hyper_mix(

@@ -5,6 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kernels.comm.comm import Alone, Exchange
 from kernels.mhc.rms_norm import rms_norm
 from kernels.mhc.streams import collapse
 from kernels.quant.linear import linear
@@ -28,17 +29,25 @@ class DeepseekV41:
     batch, nor on how a request was cut into steps, nor on block numbers or threads.
     """
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, numerics: str) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        numerics: str,
+        exchange: Exchange | None = None,
+    ) -> None:
+        """`exchange` reaches the ranks that hold the experts that `weights` lack."""
         self.config, self.weights, self.numerics = config, weights, numerics
         self._num = Numerics.named(numerics)
         self._ropes = Ropes(config)
-        top_k = config.num_experts_per_tok
+        top_k, exchange = config.num_experts_per_tok, exchange or Alone()
+        _check_experts(config, weights, exchange)
         self._attentions = [
             Attention(config, index, layer.attention, self._num)
             for index, layer in enumerate(weights.layers)
         ]
         self._blocks = [
-            Block(config, layer, top_k, self._num, f"layer{index}")
+            Block(config, layer, top_k, self._num, f"layer{index}", exchange)
             for index, layer in enumerate(weights.layers)
         ]
         pad_id = int(weights.compressed_ids[config.engram_pad_token_id])
@@ -89,6 +98,12 @@ class DeepseekV41:
         return StepOutput(self._logits(streams[wanted], carried[wanted]), joined)
 
     @torch.inference_mode()
+    def serve(self) -> None:
+        """Be part of a step without tokens of our own: as many exchanges as `forward` has."""
+        for block in self._blocks:
+            block.serve()
+
+    @torch.inference_mode()
     def draft(self, batch: DraftBatch, cache: KvCache) -> DraftOutput:
         """Greedy drafts behind each anchor; reads the stages' window rows, writes nothing.
 
@@ -107,6 +122,14 @@ class DeepseekV41:
         hidden = self._num.act(collapse(streams, carried))
         normed = self._num.act(rms_norm(hidden, self.weights.norm, self.config.rms_norm_eps))
         return linear(normed, self.weights.head)
+
+
+def _check_experts(config: ModelConfig, weights: ModelWeights, exchange: Exchange) -> None:
+    held = min(layer.moe.w13.groups for layer in weights.layers)
+    if exchange.ranks == 1 and held != config.n_routed_experts:
+        raise ValueError(
+            f"{held} of {config.n_routed_experts} experts are here and there is no exchange"
+        )
 
 
 def _show(tap: Tap | None, layer: int, **values: Tensor) -> None:

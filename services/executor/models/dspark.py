@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention.sparse import sparse_attention
+from kernels.comm.comm import Alone
 from kernels.mhc.rms_norm import rms_norm
 from kernels.mhc.streams import collapse
 from kernels.quant.linear import LinearWeight, linear
@@ -38,7 +39,7 @@ class DSpark:
             for index, stage in enumerate(weights.stages)
         ]
         self._blocks = [
-            Block(config, stage, top_k, numerics, f"stage{index}")
+            Block(config, stage, top_k, numerics, f"stage{index}", Alone())
             for index, stage in enumerate(weights.stages)
         ]
 

@@ -60,7 +60,7 @@ class MoeWeights:
     gate: LinearWeight  # hidden -> experts
     bias: Tensor  # [experts]
     first_expert: int
-    num_experts: int  # of all ranks
+    owners: Tensor  # [experts], int64: the rank that holds each
     w13: LinearWeight  # local experts of hidden -> 2 · inter (w1 | w3)
     w2: LinearWeight  # local experts of inter -> hidden
     shared_w13: LinearWeight  # hidden -> 2 · inter
