@@ -59,6 +59,7 @@ class SchedulerService:
             served_model=config.served_model,
             numerics=config.executor.numerics,
             ranks=config.executor.ranks,
+            max_unacked=config.tokenizer.unacked_events,
             first_epoch=int(time.time()),  # step ids are not reused, also not after a restart
         )
         me = Identity.new("scheduler", self.name, config)

@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from deepmesh import telemetry
-from deepmesh.config import Config, LinksConfig, MeshConfig, SchedulerConfig
+from deepmesh.config import Config, LinksConfig, MeshConfig, SchedulerConfig, TokenizerConfig
 from deepmesh.telemetry import new_traceparent
 from deepmesh.wire.inbox import Inbox
 from deepmesh.wire.messages import (
@@ -76,6 +76,7 @@ class FakeTokenizer:
             config.scheduler_address(0), Identity.new("tokenizer", name), config.links
         )
         self.requests: dict[bytes, SimRequest] = {}
+        self.acks = True
 
     def ask(self, number: int, prompt: list[int], max_tokens: int, trace: str = "") -> SimRequest:
         rid = number.to_bytes(16, "big")
@@ -89,13 +90,16 @@ class FakeTokenizer:
             case TokenBatch(rows=rows):
                 for row in rows:
                     self.requests[row.rid].take(row, 1)
-                acks = [AckRow(row.rid, len(self.requests[row.rid].output)) for row in rows]
-                self.link.send(Ack(acks))
+                if self.acks:
+                    self.ack([row.rid for row in rows])
             case Finished(rid=rid) | Failed(rid=rid):
                 self.requests[rid].end(message)
                 self.link.send(Ack([AckRow(rid, message.final_pos, done=True)]))
             case _:
                 pass
+
+    def ack(self, rids: list[bytes]) -> None:
+        self.link.send(Ack([AckRow(rid, len(self.requests[rid].output)) for rid in rids]))
 
 
 class Mesh:
@@ -234,6 +238,26 @@ def test_a_tokenizer_that_vanishes_leaves_orphans_that_are_aborted(mesh: Mesh) -
 
     mesh.pump(gone)
     assert not request.terminals
+
+
+def test_a_reader_that_is_unacked_events_behind_stops_its_own_request(config: Config) -> None:
+    mesh = Mesh(replace(config, tokenizer=TokenizerConfig(unacked_events=64)))
+    mesh.wait_ready()
+    mesh.tokenizer.acks = False
+    request = mesh.tokenizer.ask(1, words(20), 200)
+
+    def stopped() -> bool:
+        assert mesh.tokenizer.link.peer is not None
+        (stats,) = mesh.tokenizer.link.peer.stats.replicas
+        return stats.output_tokens >= 64 and stats.inflight_tokens == 0
+
+    mesh.pump(stopped)
+    assert 64 <= len(request.output) <= 64 + config.scheduler.depth
+    mesh.tokenizer.acks = True
+    mesh.tokenizer.ack([request.rid])
+    mesh.pump(lambda: bool(request.terminals))
+    request.verify(VOCAB)
+    mesh.close()
 
 
 def test_stop_lets_running_requests_finish(config: Config) -> None:
