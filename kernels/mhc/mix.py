@@ -2,10 +2,15 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from kernels import native
 from kernels.mhc.mix_ref import hyper_mix_ref
-from kernels.quant.linear import LinearWeight, linear
+from kernels.quant.linear import Kind, LinearWeight, linear
+
+_A, _N, _R = native.ADDRESS, native.COUNT, native.REAL
+_mix = native.lazy("mhc", "hyper_mix", (_A, _A, _N, _A, _A, *[_N] * 4, _R, _R, _A, _A, _A, _N))
 
 
 class HyperMix(NamedTuple):
@@ -42,5 +47,26 @@ def hyper_mix(
     shape = fn.in_features, fn.out_features
     if shape != (hc * hidden, (2 + hc) * hc):
         raise ValueError(f"hyper_mix: fn {shape} for streams {tuple(streams.shape)}")
-    raw = linear(streams.flatten(1), fn)
-    return HyperMix(*hyper_mix_ref(streams, raw, scale, base, num_iters, hc_eps, norm_eps))
+    if fn.kind is Kind.PLAIN:
+        raw = linear(streams.flatten(1), fn)
+        return HyperMix(*hyper_mix_ref(streams, raw, scale, base, num_iters, hc_eps, norm_eps))
+    num_tokens, streams = streams.shape[0], streams.contiguous()
+    mix = HyperMix(
+        torch.empty(num_tokens, hc), torch.empty(num_tokens, hc), torch.empty(num_tokens, hc, hc)
+    )
+    _mix(
+        streams.data_ptr(),
+        fn.address,
+        fn.kind,
+        scale.data_ptr(),
+        base.data_ptr(),
+        num_tokens,
+        hc,
+        hidden,
+        num_iters,
+        hc_eps,
+        norm_eps,
+        *[part.data_ptr() for part in mix],
+        torch.get_num_threads(),
+    )
+    return mix

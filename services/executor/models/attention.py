@@ -86,7 +86,7 @@ class Attention:
         return self._num.window_row(self._num.act(rotate(row, *angles)))
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self._num.act(rms_norm(x.contiguous(), weight, self._config.rms_norm_eps))
+        return rms_norm(x, weight, self._config.rms_norm_eps, bf16=self._num.bf16)
 
     # ------------------------------------------------------------ compressed rows
 

@@ -6,8 +6,7 @@ from torch import Tensor
 
 from kernels.comm.comm import Exchange
 from kernels.mhc.mix import HyperMix, hyper_mix
-from kernels.mhc.rms_norm import rms_norm
-from kernels.mhc.streams import collapse, expand
+from kernels.mhc.streams import collapse_norm, expand
 from kernels.moe.experts import expert_mlp, routed_experts
 from kernels.moe.gate import route
 from kernels.quant.linear import linear
@@ -100,12 +99,12 @@ class Block:
         mix = self._mix(streams, weights.attn_hyper)
         out = attention(self._input(streams, carried, weights.attn_hyper))
         self._show(tap, "attn", mix, out)
-        streams = self._num.act(expand(streams, out, mix.post, mix.comb))
+        streams = expand(streams, out, mix.post, mix.comb, bf16=self._num.bf16)
         carried = mix.pre
         mix = self._mix(streams, weights.ffn_hyper)
         out = self._moe(self._input(streams, carried, weights.ffn_hyper))
         self._show(tap, "ffn", mix, out)
-        return self._num.act(expand(streams, out, mix.post, mix.comb)), mix.pre
+        return expand(streams, out, mix.post, mix.comb, bf16=self._num.bf16), mix.pre
 
     def serve(self) -> None:
         """See `Moe`."""
@@ -124,8 +123,8 @@ class Block:
 
     def _input(self, streams: Tensor, carried: Tensor, weights: HyperWeights) -> Tensor:
         """Collapse by the PREVIOUS sublayer's pre-mix, then the sublayer's norm."""
-        collapsed = self._num.act(collapse(streams, carried))
-        return self._num.act(rms_norm(collapsed, weights.norm, self._config.rms_norm_eps))
+        eps, bf16 = self._config.rms_norm_eps, self._num.bf16
+        return collapse_norm(streams, carried, weights.norm, eps, bf16=bf16)
 
     def _show(self, tap: Tap | None, site: str, mix: HyperMix, out: Tensor) -> None:
         if tap is None:

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.comm.comm import Alone, Exchange
-from kernels.mhc.rms_norm import rms_norm
-from kernels.mhc.streams import collapse
+from kernels.mhc.streams import collapse, collapse_norm
 from kernels.quant.linear import linear
 from services.executor.batch import StepBatch
 from services.executor.kv_cache import KvCache
@@ -116,11 +115,11 @@ class DeepseekV41:
 
     def _feature(self, streams: Tensor) -> Tensor:
         mean = streams.new_full(streams.shape[:2], 1.0 / self.config.hc_mult)
-        return self._num.act(collapse(streams, mean))
+        return collapse(streams, mean, bf16=self._num.bf16)
 
     def _logits(self, streams: Tensor, carried: Tensor) -> Tensor:
-        hidden = self._num.act(collapse(streams, carried))
-        normed = self._num.act(rms_norm(hidden, self.weights.norm, self.config.rms_norm_eps))
+        eps, bf16 = self.config.rms_norm_eps, self._num.bf16
+        normed = collapse_norm(streams, carried, self.weights.norm, eps, bf16=bf16)
         return linear(normed, self.weights.head)
 
 

@@ -46,7 +46,7 @@ class DSpark:
     def feed(self, features: Tensor, plan: StepPlan, cache: KvCache) -> None:
         """Write the stages' window rows of positions that the main model has just computed."""
         main = self._num.fp8_linear(features, self._weights.main_proj)
-        main = self._num.act(rms_norm(main, self._weights.main_norm, self._config.rms_norm_eps))
+        main = self._norm(main, self._weights.main_norm)
         for stage, attention in enumerate(self._attentions):
             row = attention.window_row(main, plan.plain)
             rows = cache.window[self._config.num_hidden_layers + stage]
@@ -55,11 +55,13 @@ class DSpark:
     def draft(self, batch: DraftBatch, cache: KvCache) -> DraftOutput:
         """Propose a block of tokens behind each anchor."""
         streams, carried = self._run_stages(batch, cache)
-        hidden = self._num.act(collapse(streams, carried))
-        normed = rms_norm(hidden, self._weights.norm, self._config.rms_norm_eps)
-        base = linear(self._num.act(normed), self._head)
+        hidden = collapse(streams, carried, bf16=self._num.bf16)
+        base = linear(self._norm(hidden, self._weights.norm), self._head)
         shape = (batch.anchors.shape[0], self._config.dspark_block_size)
         return self._chain(batch.anchors, hidden.unflatten(0, shape), base.unflatten(0, shape))
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, self._config.rms_norm_eps, bf16=self._num.bf16)
 
     def _run_stages(self, batch: DraftBatch, cache: KvCache) -> tuple[Tensor, Tensor]:
         size, num_rows = self._config.dspark_block_size, batch.anchors.shape[0]
