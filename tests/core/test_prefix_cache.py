@@ -30,6 +30,17 @@ def test_a_hit_never_covers_the_last_token() -> None:
     driver.assert_clean()
 
 
+def test_a_prompt_that_ends_exactly_at_a_point_does_not_resume_there() -> None:
+    driver = Driver()
+    prompt = words(60)
+    driver.ask(prompt, max_tokens=2)
+    driver.run()
+    shorter = driver.ask(prompt[:48], max_tokens=2)
+    driver.run()
+    assert shorter.cached_tokens == 0
+    driver.assert_clean()
+
+
 def test_the_point_state_is_copied_before_the_first_row() -> None:
     driver = Driver()
     prompt = words(40)

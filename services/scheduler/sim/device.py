@@ -24,6 +24,8 @@ from deepmesh.wire.packed import BLOCK, CANCEL, RESULT, ROW, SLOT, pack_ids, unp
 from .oracle import chain_of, mix, sample
 from .shadow import ShadowError, ShadowKV
 
+DUMMY_SLOT = 0xFFFFFFFF  # the scratch slot of dummy rows
+
 
 @dataclass(slots=True)
 class _Slot:
@@ -98,6 +100,8 @@ class Device:
         tokens: list[int] = []
         for at, row in enumerate(rows):
             if row["mode"] == RowMode.DUMMY:
+                if row["slot"] != DUMMY_SLOT or row["rid"] or len(rows) != 1:
+                    raise ShadowError(f"a dummy row owns something or is not alone (I23): {row}")
                 continue
             null = "canceled" if (int(row["rid"]), int(row["epoch"])) in canceled else ""
             if not null and row["grammar"] and unmasked(at):
@@ -204,11 +208,20 @@ class Device:
         low, high = int(row["start_lo"]), int(row["start_hi"])
         if not low <= start <= high:
             raise ShadowError(f"{tag} starts at {start}, the host said {low}..{high}")
+        if row["mode"] == RowMode.PREFILL:
+            self._check_grid(slot, start, start + int(row["q"]), tag)
         if row["source"] == RowSource.DEVICE and row["producer_step"] != slot.producer:
             raise ShadowError(f"{tag} takes its token from another row (I15)")
         is_verify = row["mode"] == RowMode.VERIFY
         if start + (1 if is_verify else int(row["q"])) > len(slot.ids):
             raise ShadowError(f"{tag} computes positions without tokens")
+
+    def _check_grid(self, slot: _Slot, start: int, end: int, tag: str) -> None:
+        """D1, D2: chunks and hits end on the request's own grid, at the target, or at P."""
+        align, init = self.capacity.chunk_align, slot.init
+        ends = {len(slot.ids), len(slot.ids) - 1, init.prompt_len}
+        if init.start % align or any(at % align and at not in ends for at in (start, end)):
+            raise ShadowError(f"{tag} computes {start}..{end}, off the grid of {align}")
 
     def _verify(
         self, row: np.void, slot: _Slot, result: np.void, *, masked: bool, tag: str

@@ -1,0 +1,214 @@
+"""Bugs put back on purpose: one change of the source each, and the tests that must fail for it."""
+
+from dataclasses import dataclass
+
+CORE = "services/scheduler/core/"
+SIM = "services/scheduler/sim/"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old` occurs once in `path`; `tests` is the selection, at most 30 s, that kills it."""
+
+    name: str
+    path: str
+    old: str
+    new: str
+    tests: str
+
+
+MUTANTS = [
+    Mutant(
+        "reserve-without-inflight",
+        CORE + "planner.py",
+        "end = table.confirmed_kv[rows] + table.inflight_q[rows] + geometry.decode_width",
+        "end = table.confirmed_kv[rows] + geometry.decode_width",
+        "tests/core/test_steps.py tests/core/test_speculation.py",
+    ),
+    Mutant(
+        "publish-at-H",
+        CORE + "results.py",
+        "if alive and reached == capture.position <= self._table.confirmed[index]:",
+        "if alive:",
+        "tests/core/test_speculation.py tests/core/test_endings.py",
+    ),
+    Mutant(
+        "free-on-tokens-ready",
+        CORE + "scheduler.py",
+        "self._advance(result.rank, result.gpu_done)",
+        "self._advance(result.rank, result.step_id)",
+        "tests/core/test_leases.py",
+    ),
+    Mutant(
+        "free-on-submit",
+        CORE + "residency.py",
+        "fence = int(table.producer[index])\n        request.ids",
+        "fence = 0\n        request.ids",
+        "tests/core/test_leases.py",
+    ),
+    Mutant(
+        "skip-epoch-on-abort",
+        CORE + "results.py",
+        "alive = self._table.gen[rank_step.index] == rank_step.gen\n        self._check(",
+        "alive = np.ones(len(rank_step.index), np.bool_)\n        self._check(",
+        "tests/core/test_endings.py",
+    ),
+    Mutant(
+        "skip-epoch-on-reset",
+        CORE + "group.py",
+        "        self.engine_epoch += 1\n",
+        "",
+        "tests/core/test_recovery.py",
+    ),
+    Mutant(
+        "prune-window-on-H",
+        CORE + "residency.py",
+        "first = (table.confirmed_kv[indices] - self.geometry.window) // size",
+        "first = (table.confirmed_kv[indices] + table.inflight_q[indices]"
+        " - self.geometry.window) // size",
+        "tests/core/test_steps.py tests/core/test_leases.py",
+    ),
+    Mutant(
+        "window-pool-one-short",
+        CORE + "residency.py",
+        "have, need = int(table.window_end[index]), self.geometry.blocks_for(tokens)",
+        "have, need = int(table.window_end[index]), self.geometry.blocks_for(tokens) - 1",
+        "tests/core/test_steps.py",
+    ),
+    Mutant(
+        "rederive-row-kind",
+        CORE + "results.py",
+        'fast = alive & ~step.is_prefill & (rows["num_tokens"] == 1)',
+        'fast = alive & (table.phase[index] == Phase.DECODE) & (rows["num_tokens"] == 1)',
+        "tests/core/test_endings.py tests/core/test_prefix_cache.py",
+    ),
+    Mutant(
+        "rewrite-staging-early",
+        SIM + "executor.py",
+        'self._ring: list[bytes] = [b""] * (depth + 1)',
+        'self._ring: list[bytes] = [b""]',
+        "tests/sim/test_world.py",
+    ),
+    Mutant(
+        "remap-by-position",
+        CORE + "packer.py",
+        "np.where(is_prefill, 0, table.producer[index])",
+        "np.where(is_prefill, 0, np.roll(table.producer[index], 1))",
+        "tests/core/test_steps.py tests/property/test_scheduler.py",
+    ),
+    Mutant(
+        "patch-one-rank-size",
+        CORE + "packer.py",
+        "descriptor=descriptor,\n            rows=",
+        "descriptor=replace(descriptor, padded_tokens=descriptor.padded_tokens + rank),\n"
+        "            rows=",
+        "tests/sim/test_world.py -k ranks",
+    ),
+    Mutant(
+        "skip-dummy",
+        CORE + "scheduler.py",
+        "            for rank, step in enumerate(steps):\n",
+        "            for rank, step in enumerate(steps):\n"
+        "                if step.rows[20] == 3:\n                    continue\n",
+        "tests/sim/test_world.py -k ranks",
+    ),
+    Mutant(
+        "drop-dummy-lease",
+        CORE + "packer.py",
+        "DUMMY_SLOT = 0xFFFFFFFF",
+        "DUMMY_SLOT = 0",
+        "tests/sim/test_world.py -k ranks",
+    ),
+    Mutant(
+        "double-release",
+        CORE + "residency.py",
+        "        memory.release_slot(slot, fence)\n        if not table",
+        "        self._release(memory, Pool.STATE, [int(table.state[index])], fence)\n"
+        "        memory.release_slot(slot, fence)\n        if not table",
+        "tests/core/test_steps.py",
+    ),
+    Mutant(
+        "infer-released-length",
+        CORE + "residency.py",
+        "held = table.global_blocks[index, : table.num_global[index]]",
+        "held = table.global_blocks[index, : table.confirmed_kv[index] // 8]",
+        "tests/core/test_steps.py",
+    ),
+    Mutant(
+        "stop-after-length",
+        CORE + "results.py",
+        "            if token in request.stop_ids and length > first_stop:\n"
+        "                return count, FinishReason.STOP\n"
+        "            if length >= request.max_len:\n"
+        "                return count, FinishReason.LENGTH\n",
+        "            if length >= request.max_len:\n"
+        "                return count, FinishReason.LENGTH\n"
+        "            if token in request.stop_ids and length > first_stop:\n"
+        "                return count, FinishReason.STOP\n",
+        "tests/core/test_endings.py",
+    ),
+    Mutant(
+        "zero-counter-on-preempt",
+        CORE + "watermark.py",
+        "                table.leaving[victim.slot] = True\n",
+        "                table.leaving[victim.slot] = True\n"
+        "                table.inflight_q[victim.slot] = 0\n",
+        "tests/core/test_preemption.py",
+    ),
+    Mutant(
+        "preempt-more-than-shortfall",
+        CORE + "policy.py",
+        "        if need <= 0:\n            break\n",
+        "",
+        "tests/core/test_preemption.py",
+    ),
+    Mutant(
+        "preempt-in-flight",
+        CORE + "watermark.py",
+        "if table.inflight_rows[victim.slot] == 0:",
+        "if table.inflight_rows[victim.slot] >= 0:",
+        "tests/core/test_preemption.py",
+    ),
+    Mutant(
+        "attach-skips-one",
+        CORE + "outbox.py",
+        "output = ids[request.prompt_len + from_pos :]",
+        "output = ids[request.prompt_len + from_pos + 1 :]",
+        "tests/core/test_recovery.py",
+    ),
+    Mutant(
+        "resume-below-grid",
+        CORE + "policy.py",
+        "    align = geometry.chunk_align\n    ends",
+        "    align = geometry.block_size\n    ends",
+        "tests/core/test_prefix_cache.py",
+    ),
+    Mutant(
+        "hit-covers-last-token",
+        CORE + "admission.py",
+        "len(request.ids) - 1\n",
+        "len(request.ids)\n",
+        "tests/core/test_prefix_cache.py",
+    ),
+    Mutant(
+        "hit-without-pin",
+        CORE + "residency.py",
+        "                memory.pools[pool].share(block)\n",
+        "                pass\n",
+        "tests/core/test_prefix_cache.py",
+    ),
+    Mutant(
+        "seed-redrawn",
+        CORE + "packer.py",
+        "seed=generate.seed,",
+        "seed=generate.seed + request.epoch,",
+        "tests/core/test_preemption.py",
+    ),
+    Mutant(
+        "capacity-from-now",
+        CORE + "speculation.py",
+        "histogram = self._confidences[0]",
+        "histogram = self._confidences[-1]",
+        "tests/core/test_speculation.py",
+    ),
+]
