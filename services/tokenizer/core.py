@@ -299,7 +299,9 @@ class Core:
     def _fail(self, request: Request, message: Failed, stamps: Stamps, clock: Clock) -> None:
         self._hop("Failed", request, stamps)
         code, detail = message.code, message.detail
-        failed = ResponseFailed(request.rid, code, detail, message.param, message.retry_after_s)
+        names = request.generation.field_names if request.generation is not None else {}
+        param = names.get(message.param, message.param)
+        failed = ResponseFailed(request.rid, code, detail, param, message.retry_after_s)
         self._book.end(request, failed, clock)
 
     def _finish(self, request: Request, message: Finished, sender: str, clock: Clock) -> None:

@@ -20,6 +20,13 @@ from services.tokenizer.refusal import Refusal
 from services.tokenizer.sampling import Settings
 from services.tokenizer.text_stream import TextStream
 
+PROMPT_FIELD = {
+    "chat": "messages",
+    "responses": "input",
+    "messages": "messages",
+    "completions": "prompt",
+}
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -36,6 +43,7 @@ class Generation:
     salt: bytes
     stream: bool
     text: TextStream
+    field_names: dict[str, str]  # of what a scheduler may find at fault, in the caller's protocol
 
 
 class Preparer:
@@ -129,7 +137,7 @@ class Preparer:
             raise Refusal(
                 f"The prompt has {len(prompt_ids)} tokens; prompt and answer together may have "
                 f"{context}. Shorten the prompt.",
-                "",
+                PROMPT_FIELD[submit.protocol],
                 ErrorCode.TOO_LONG,
             )
         if settings.min_tokens > room:
@@ -152,6 +160,10 @@ class Preparer:
             salt=_salt(submit.tenant_salt, settings.cache_salt),
             stream=stream,
             text=text,
+            field_names={
+                "prompt": PROMPT_FIELD[submit.protocol],
+                "max_tokens": settings.max_tokens_name,
+            },
         )
 
 

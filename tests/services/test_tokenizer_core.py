@@ -207,6 +207,16 @@ def test_generate_is_repeated_until_it_is_answered() -> None:
     assert not desk.sent(Generate)
 
 
+@pytest.mark.parametrize(
+    ("param", "field"), [("prompt", "messages"), ("max_tokens", "max_completion_tokens")]
+)
+def test_a_field_that_a_scheduler_refuses_has_its_protocols_name(param: str, field: str) -> None:
+    desk = Desk()
+    desk.submit({**CHAT, "max_completion_tokens": 9})
+    desk.scheduler(Failed(RID, ErrorCode.TOO_LONG, "no", param))
+    assert desk.ends == [ResponseFailed(RID, ErrorCode.TOO_LONG, "no", field)]
+
+
 def test_a_silent_scheduler_is_asked() -> None:
     desk = Desk()
     desk.submit()

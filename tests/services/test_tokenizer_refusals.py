@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from deepmesh.wire.messages import ErrorCode, ResponseFailed, Submit
 from services.tokenizer.answers import Answer
 from services.tokenizer.fields import PROTOCOLS, How
-from services.tokenizer.prepare import Generation, Preparer
+from services.tokenizer.prepare import PROMPT_FIELD, Generation, Preparer
 from services.tokenizer.refusal import Refusal
 from services.tokenizer.service import prepare as try_to_prepare
 from tests.services.tokenizer_harness import HI, PLAIN, bench, make_config
@@ -335,7 +335,7 @@ def test_a_prompt_that_fills_the_context_names_both_numbers(
     fits = prepare(preparer, protocol, BASE[protocol])
     assert isinstance(fits, Generation)
     found = refusal(preparer, protocol, BASE[protocol], context=fits.prompt_len)
-    assert found.code is ErrorCode.TOO_LONG
+    assert (found.code, found.param) == (ErrorCode.TOO_LONG, PROMPT_FIELD[protocol])
     assert f"{fits.prompt_len} tokens" in found.detail
     barely = prepare(preparer, protocol, BASE[protocol], context=fits.prompt_len + 1)
     assert isinstance(barely, Generation)
