@@ -60,11 +60,11 @@ def _bars(waterfall: "Waterfall") -> "Table":
     from deepmesh.waterfall import depths
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("span", "process"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("at ms", "ms"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    for heading, least in (("span", 24), ("process", 11)):
+        table.add_column(heading, no_wrap=True, min_width=least)
+    for heading in ("at ms", "ms"):  # on a narrow terminal the bars give way, not the numbers
+        table.add_column(heading, justify="right", no_wrap=True, min_width=8)
+    table.add_column("", no_wrap=True, overflow="crop")
     depth = depths(waterfall.spans)
     for span, num_more in drawn(waterfall.spans):
         indent = "  " * depth[span.span_id]

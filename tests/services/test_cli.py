@@ -188,6 +188,13 @@ def test_trace_draws_bars_and_shares(tmp_path: Path) -> None:
     assert re.search(r"tokenize +1 +2\.50 +25\.0%", result.output)
 
 
+def test_on_a_narrow_terminal_the_bars_give_way_and_the_numbers_stay(tmp_path: Path) -> None:
+    write_trace(tmp_path)
+    result = RUN.invoke(app, ["trace", "last", "--run-dir", str(tmp_path)], env={"COLUMNS": "80"})
+    (line,) = [line for line in result.stdout.splitlines() if line.strip().startswith("request ")]
+    assert line.split()[:4] == ["request", "gateway-0", "0.00", "10.00"]
+
+
 def test_trace_as_json(tmp_path: Path) -> None:
     write_trace(tmp_path)
     result = RUN.invoke(app, ["trace", "ee", "--run-dir", str(tmp_path), "--json"])
