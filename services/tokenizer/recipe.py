@@ -5,6 +5,7 @@ this process.
 """
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -166,21 +167,25 @@ def _converted_refusal(protocol: str, error: dr.ConversionError) -> Refusal:
 
 
 def _blame(protocol: str, body: Json) -> str:
-    """The field without which the recipe would not have complained about a type."""
+    """The field at whose type the recipe stumbles. Every part of a large body is parsed a few
+    times at most: a bad request must not cost more than a good one."""
     main = _MAIN_FIELDS.get(protocol, "messages")
-    for name in body:
-        if name not in (main, "model") and _parses(protocol, _without(body, name)):
+    alone: Json = {"model": body["model"], main: body.get(main)}
+    items: object = alone[main]
+    if not _parses(protocol, alone):
+        if not is_array(items):
+            return main
+        bad = bisect_left(  # the shortest beginning that fails ends with the culprit
+            range(len(items)),
+            True,
+            key=lambda at: not _parses(protocol, {**alone, main: items[: at + 1]}),
+        )
+        return f"{main}[{bad}]" if bad < len(items) else main
+    short: Json = {**alone, main: items[:1] if is_array(items) else items}
+    for name, value in body.items():
+        if name not in alone and not _parses(protocol, {**short, name: value}):
             return name
-    items: object = body.get(main)
-    if is_array(items):
-        for index in range(len(items)):
-            if not _parses(protocol, {**body, main: [items[index]]}):
-                return f"{main}[{index}]"
     return main
-
-
-def _without(body: Json, name: str) -> Json:
-    return {key: value for key, value in body.items() if key != name}
 
 
 def _parses(protocol: str, body: Json) -> bool:

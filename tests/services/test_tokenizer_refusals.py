@@ -328,6 +328,21 @@ def test_tokenizer_questions(
     assert refusal(preparer, protocol, BASE[protocol] | change).param == param
 
 
+@pytest.mark.timeout(30)
+def test_the_bad_one_of_very_many_messages_is_found_without_parsing_all_for_each(
+    preparer: Preparer,
+) -> None:
+    function = {"name": "f", "description": "d" * 1_000_000, "parameters": {"type": "object"}}
+    messages = [{"role": "user", "content": "x"} for _ in range(40_000)]
+    messages[30_000] = {"role": "king", "content": "x"}
+    body = {
+        **BASE["chat"],
+        "messages": messages,
+        "tools": [{"type": "function", "function": function}],
+    }
+    assert refusal(preparer, "chat", body).param == "messages[30000]"
+
+
 @pytest.mark.parametrize("protocol", ["chat", "responses", "messages", "completions"])
 def test_a_prompt_that_fills_the_context_names_both_numbers(
     preparer: Preparer, protocol: str
