@@ -1,14 +1,28 @@
 """Scores of the indexer: how much a query wants each compressed row."""
 
+import torch
 from torch import Tensor
 
-from kernels.attention.index_scores_ref import KEY_TILE, index_scores_ref
+from kernels import native
+from kernels.attention.block_slots import BlockTable
+from kernels.attention.index_scores_ref import paged_scores_ref
 
-__all__ = ["KEY_TILE", "index_scores"]
+_A, _N = native.ADDRESS, native.COUNT
+_scores = native.lazy(
+    "attention", "index_scores", (_A, _A, _N, _N, _N, _A, _A, _N, _N, _A, _A, _N, _N, _A, _N)
+)
 
 
 def index_scores(
-    queries: Tensor, weights: Tensor, keys: Tensor, visible: Tensor, *, bf16: bool
+    queries: Tensor,
+    weights: Tensor,
+    pool: Tensor,
+    table: BlockTable,
+    rows: Tensor,
+    visible: Tensor,
+    num_keys: int,
+    *,
+    bf16: bool,
 ) -> Tensor:
     """score = Σ_h relu(q_h · k) · w_h, -inf for keys that the token may not see.
 
@@ -16,17 +30,45 @@ def index_scores(
         queries: [num_tokens, num_heads, index_head_dim], float32, rounded as the cache is.
         weights: [num_tokens, num_heads], float32, scales included; may be negative; values of
             bfloat16 if `bf16`.
-        keys: [1 or num_tokens, num_keys, index_head_dim], float32: one table for all tokens, or
-            one for each; num_keys a multiple of KEY_TILE; hidden keys may hold anything.
-        visible: [num_tokens], int64: a token sees the first so many keys.
+        pool: [num_slots, index_head_dim], float32; hidden keys may hold anything.
+        table: where the keys of each row of the batch lie in the pool.
+        rows: [num_tokens], int64: row of each token.
+        visible: [num_tokens], int64: a token sees the first so many keys of its row.
+        num_keys: at least the largest of `visible`.
         bf16: round products and weighted products to bfloat16, as the released model does.
     Returns:
-        [num_tokens, num_keys], float32. Bits depend on token and key alone, not on the others,
-        nor on how the keys are shared.
-    Error: 1e-5 relative to Σ_h |relu(q_h · k) · w_h|.
+        [num_tokens, num_keys], float32. Bits depend on token and key alone.
+    Error: 1e-5 relative to Σ_h |relu(q_h · k) · w_h|; with `bf16`, where a product near a tie
+    may round the other way, 1e-2.
     Source: DeepSeek-V4.1 indexer ("lightning indexer", arXiv 2512.02556), no Hadamard.
     """
-    num_tokens = queries.shape[0]
-    if keys.shape[0] not in (1, num_tokens) or keys.shape[1] % KEY_TILE:
-        raise ValueError(f"index_scores: keys {tuple(keys.shape)} for {num_tokens} tokens")
-    return index_scores_ref(queries, weights, keys, visible, bf16)
+    num_tokens, num_heads, dim = queries.shape
+    if pool.shape[1] != dim or rows.shape != visible.shape or rows.shape[0] != num_tokens:
+        raise ValueError(
+            f"index_scores: queries {tuple(queries.shape)}, pool {tuple(pool.shape)},"
+            f" rows {tuple(rows.shape)}, visible {tuple(visible.shape)}"
+        )
+    if native.library("attention") is None:
+        return paged_scores_ref(
+            queries, weights, pool, table.blocks, table.entries, rows, visible, num_keys, bf16
+        )
+    queries, weights = queries.contiguous(), weights.contiguous()
+    scores = torch.empty(num_tokens, num_keys)
+    _scores(
+        queries.data_ptr(),
+        weights.data_ptr(),
+        num_tokens,
+        num_heads,
+        dim,
+        pool.data_ptr(),
+        table.blocks.data_ptr(),
+        table.blocks.shape[1],
+        table.entries,
+        rows.data_ptr(),
+        visible.data_ptr(),
+        num_keys,
+        bf16,
+        scores.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return scores

@@ -7,6 +7,30 @@ KEY_TILE = 256
 TOKEN_BATCH = 32  # keeps the products of a batch in the CPU's cache
 
 
+def paged_scores_ref(
+    queries: Tensor,
+    weights: Tensor,
+    pool: Tensor,
+    blocks: Tensor,
+    per_block: int,
+    rows: Tensor,
+    visible: Tensor,
+    num_keys: int,
+    bf16: bool,
+) -> Tensor:
+    """Tokens of one row share one gathered table of keys."""
+    scores = queries.new_full((queries.shape[0], num_keys), -torch.inf)
+    entries = torch.arange(-(-num_keys // KEY_TILE) * KEY_TILE)
+    block_of = entries.div(per_block, rounding_mode="floor").clamp_(max=blocks.shape[1] - 1)
+    for row in rows.unique().tolist():
+        tokens = (rows == row).nonzero().squeeze(1)
+        slots = blocks[row, block_of].clamp_min(0) * per_block + entries % per_block
+        keys = pool.index_select(0, slots).unsqueeze(0)
+        args = queries[tokens], weights[tokens], keys, visible[tokens], bf16
+        scores[tokens] = index_scores_ref(*args)[:, :num_keys]
+    return scores
+
+
 def index_scores_ref(
     queries: Tensor, weights: Tensor, keys: Tensor, visible: Tensor, bf16: bool
 ) -> Tensor:

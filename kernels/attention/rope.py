@@ -5,7 +5,12 @@ import math
 import torch
 from torch import Tensor
 
+from kernels import native
 from kernels.attention.rope_ref import rotate_ref
+from kernels.quant.rounding_ref import round_bf16_ref
+
+_A, _N = native.ADDRESS, native.COUNT
+_rotate = native.lazy("attention", "rotate", (_A, _N, _N, _N, _A, _A, _N, _N, _N, _A))
 
 TABLE_POSITIONS = 4096  # a table grows by whole blocks of this size, so that bits never change
 
@@ -58,17 +63,42 @@ class RopeTable:
         return self._cos[positions], self._sin[positions]
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
+def rotate(
+    x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False, bf16: bool = False
+) -> Tensor:
     """Rotate the last channels of x; the others pass through.
 
     Args:
         x: [num_tokens, channels] or [num_tokens, num_heads, channels], float32.
         cos, sin: [num_tokens, rope_dim / 2], float32, rope_dim <= channels.
         inverse: rotate back.
+        bf16: round x and the result to bfloat16.
     Returns:
         Like x, a new tensor. Pairs are channels (2k, 2k + 1) of the last rope_dim ones.
         Error: 1e-6 relative to the pair. Bits of a token depend on that token alone.
     """
-    if x.dim() not in (2, 3) or cos.shape[0] != x.shape[0] or 2 * cos.shape[1] > x.shape[-1]:
+    if (
+        x.dim() not in (2, 3)
+        or cos.shape != sin.shape
+        or cos.shape[0] != x.shape[0]
+        or 2 * cos.shape[1] > x.shape[-1]
+    ):
         raise ValueError(f"rotate: x {tuple(x.shape)} and cos {tuple(cos.shape)}")
-    return rotate_ref(x, cos, -sin if inverse else sin)
+    if native.library("attention") is None:
+        turned = rotate_ref(round_bf16_ref(x) if bf16 else x, cos, -sin if inverse else sin)
+        return round_bf16_ref(turned) if bf16 else turned
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _rotate(
+        x.data_ptr(),
+        x.shape[0],
+        x.shape[1] if x.dim() == 3 else 1,
+        x.shape[-1],
+        cos.data_ptr(),
+        sin.data_ptr(),
+        cos.shape[1],
+        inverse,
+        bf16,
+        out.data_ptr(),
+    )
+    return out

@@ -32,6 +32,12 @@ def mask_to_indices_ref(mask: Tensor, width: int) -> Tensor:
     return indices
 
 
+def top_k_indices_ref(scores: Tensor, top_k: int, allowed: Tensor | None) -> Tensor:
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, -torch.inf)
+    return mask_to_indices_ref(top_k_mask_ref(scores, top_k), top_k)
+
+
 def candidate_blocks_ref(
     scores: Tensor, visible: Tensor, block_size: int, num_blocks: int
 ) -> Tensor:

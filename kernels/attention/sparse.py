@@ -1,8 +1,16 @@
 """Attention of each token over its window rows and its selected compressed rows."""
 
+import torch
 from torch import Tensor
 
+from kernels import native
 from kernels.attention.sparse_ref import sparse_attention_ref
+
+_A, _N = native.ADDRESS, native.COUNT
+_SOURCE = (_A, _N, _A, _N)
+_attend = native.lazy(
+    "attention", "sparse_attention", (_A, _N, _N, _N, *_SOURCE, *_SOURCE, _A, _N, _A, _N)
+)
 
 
 def sparse_attention(
@@ -33,6 +41,28 @@ def sparse_attention(
     """
     if (compressed is None) != (compressed_slots is None):
         raise ValueError("sparse_attention: compressed rows and their slots go together")
-    return sparse_attention_ref(
-        queries, window, window_slots, compressed, compressed_slots, sinks, bf16
+    if native.library("attention") is None:
+        return sparse_attention_ref(
+            queries, window, window_slots, compressed, compressed_slots, sinks, bf16
+        )
+    queries, window_slots = queries.contiguous(), window_slots.contiguous()
+    if compressed_slots is not None:
+        compressed_slots = compressed_slots.contiguous()
+    out = torch.empty_like(queries)
+    _attend(
+        queries.data_ptr(),
+        *queries.shape,
+        *_source(window, window_slots),
+        *_source(compressed, compressed_slots),
+        sinks.data_ptr(),
+        bf16,
+        out.data_ptr(),
+        torch.get_num_threads(),
     )
+    return out
+
+
+def _source(pool: Tensor | None, slots: Tensor | None) -> tuple[int | None, int, int | None, int]:
+    if pool is None or slots is None:
+        return None, 0, None, 0
+    return pool.data_ptr(), pool.shape[0] - 1, slots.data_ptr(), slots.shape[1]

@@ -3,14 +3,21 @@
 Values stay in float32; what comes out is exactly what a packed store would give back.
 """
 
+import torch
 from torch import Tensor
 
+from kernels import native
 from kernels.quant.rounding_ref import (
     round_bf16_ref,
     round_fp4_e4m3_ref,
     round_fp4_ue8m0_ref,
     round_fp8_ref,
 )
+
+_TYPES = (native.ADDRESS, native.COUNT, native.ADDRESS)
+_fp8 = native.lazy("quant", "round_rows_fp8", _TYPES)
+_fp4_ue8m0 = native.lazy("quant", "round_rows_fp4_ue8m0", _TYPES)
+_fp4_e4m3 = native.lazy("quant", "round_rows_fp4_e4m3", _TYPES)
 
 
 def round_bf16(x: Tensor) -> Tensor:
@@ -30,7 +37,9 @@ def round_fp8(x: Tensor, group: int = 32) -> Tensor:
     Source: DeepSeek-V4.1 activation rounding and window rows, groups of 32.
     """
     _check(x, group)
-    return round_fp8_ref(x, group)
+    if group != 32 or native.library("quant") is None:
+        return round_fp8_ref(x, group)
+    return _rounded(_fp8, x)
 
 
 def round_fp4_ue8m0(x: Tensor, group: int = 32) -> Tensor:
@@ -39,7 +48,9 @@ def round_fp4_ue8m0(x: Tensor, group: int = 32) -> Tensor:
     amax = max(max|x|, 6·2^-126); scale = 2^ceil(log2(amax / 6)); ties to the even code.
     """
     _check(x, group)
-    return round_fp4_ue8m0_ref(x, group)
+    if group != 32 or native.library("quant") is None:
+        return round_fp4_ue8m0_ref(x, group)
+    return _rounded(_fp4_ue8m0, x)
 
 
 def round_fp4_e4m3(x: Tensor, group: int = 16) -> Tensor:
@@ -48,7 +59,16 @@ def round_fp4_e4m3(x: Tensor, group: int = 16) -> Tensor:
     amax = max(max|x|, 6·2^-9); scale = e4m3(amax / 6); ties to the even code.
     """
     _check(x, group)
-    return round_fp4_e4m3_ref(x, group)
+    if group != 16 or native.library("quant") is None:
+        return round_fp4_e4m3_ref(x, group)
+    return _rounded(_fp4_e4m3, x)
+
+
+def _rounded(run: native.Native, x: Tensor) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    run(x.data_ptr(), x.numel(), out.data_ptr())
+    return out
 
 
 def _check(x: Tensor, group: int) -> None:

@@ -6,11 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from kernels.attention.block_slots import BlockTable
 from kernels.attention.compress import pool_pairs
-from kernels.attention.index_scores import KEY_TILE, index_scores
+from kernels.attention.index_scores import index_scores
 from kernels.attention.rope import TABLE_POSITIONS, RopeTable, frequencies, rotate
-from kernels.attention.select import candidate_blocks, mask_to_indices, top_k_mask
+from kernels.attention.select import candidate_blocks, top_k_indices
 from kernels.attention.sparse import sparse_attention
 
 
@@ -20,6 +22,18 @@ def seed() -> None:
 
 
 NEVER = -math.inf
+KEYS = 256
+
+
+def scores_of(
+    queries: Tensor, weights: Tensor, keys: Tensor, visible: Tensor, bf16: bool = False
+) -> Tensor:
+    """A table of `KEYS` keys for each row of `keys` [num_rows, KEYS, dim], in blocks of 64."""
+    num_rows = keys.shape[0]
+    table = BlockTable(torch.arange(num_rows * KEYS // 64).view(num_rows, -1), 64, -1)
+    rows = torch.arange(queries.shape[0]) % num_rows
+    pool = keys.flatten(0, 1).contiguous()
+    return index_scores(queries, weights, pool, table, rows, visible, KEYS, bf16=bf16)
 
 
 def test_rotation_is_a_complex_product() -> None:
@@ -72,8 +86,8 @@ def test_pairs_are_a_softmax_over_two() -> None:
 
 def test_index_scores_of_a_loop() -> None:
     queries, weights = torch.randn(3, 5, 32), torch.randn(3, 5)  # an odd number of heads
-    keys, visible = torch.randn(3, KEY_TILE, 32), torch.tensor([0, 1, 200])
-    found = index_scores(queries, weights, keys, visible, bf16=False)
+    keys, visible = torch.randn(3, KEYS, 32), torch.tensor([0, 1, 200])
+    found = scores_of(queries, weights, keys, visible)
     for token in range(3):
         for j in (0, 1, 150, 199, 200, 255):
             wanted = sum(
@@ -87,11 +101,11 @@ def test_index_scores_of_a_loop() -> None:
 
 
 def test_hidden_keys_may_hold_anything() -> None:
-    keys = torch.randn(1, KEY_TILE, 32)
+    keys = torch.randn(1, KEYS, 32)
     args = torch.randn(2, 4, 32), torch.randn(2, 4)
-    clean = index_scores(*args, keys, torch.tensor([10, 20]), bf16=False)
+    clean = scores_of(*args, keys, torch.tensor([10, 20]))
     keys[0, 20:] = float("nan")
-    assert torch.equal(index_scores(*args, keys, torch.tensor([10, 20]), bf16=False), clean)
+    assert torch.equal(scores_of(*args, keys, torch.tensor([10, 20])), clean)
 
 
 @given(
@@ -102,9 +116,7 @@ def test_hidden_keys_may_hold_anything() -> None:
 def test_top_k_with_ties(scores: list[float], top_k: int) -> None:
     order = sorted(range(len(scores)), key=lambda j: (-scores[j], j))
     wanted = sorted(j for j in order[:top_k] if scores[j] > NEVER)
-    mask = top_k_mask(torch.tensor([scores]), top_k)
-    assert mask[0].nonzero().flatten().tolist() == wanted
-    found = mask_to_indices(mask, top_k)[0].tolist()
+    found = top_k_indices(torch.tensor([scores]), top_k)[0].tolist()
     assert found == wanted + [-1] * (top_k - len(wanted))
 
 

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.attention.block_slots import BlockTable
+from kernels.attention.cache_rows import RowFormat, cache_rows
 from kernels.attention.compress import pool_pairs
-from kernels.attention.index_scores import KEY_TILE, index_scores
+from kernels.attention.index_scores import index_scores
 from kernels.attention.rope import RopeTable, frequencies, rotate
-from kernels.attention.select import candidate_blocks, mask_to_indices, top_k_mask
+from kernels.attention.select import candidate_blocks, top_k_indices
 from kernels.attention.sparse import sparse_attention
 from kernels.engram.gate import engram_gate
 from kernels.engram.hash import ngram_rows
@@ -62,11 +64,10 @@ def attention_case(bf16: bool) -> tuple[Rows, Callable[..., Outputs]]:
 
 
 def index_case(bf16: bool) -> tuple[Rows, Callable[..., Outputs]]:
-    keys = normal(1, 2 * KEY_TILE, 32)
-    visible = torch.arange(NUM_TOKENS) * 7 + 1
-    return (normal(NUM_TOKENS, 16, 32), normal(NUM_TOKENS, 16), visible), lambda q, w, v: (
-        index_scores(q, w, keys, v, bf16=bf16),
-    )
+    pool, table = normal(1024, 32), BlockTable(torch.randperm(16).view(2, 8), 64, -1)
+    visible, rows = torch.arange(NUM_TOKENS) * 7 + 1, torch.arange(NUM_TOKENS) % 2
+    inputs = normal(NUM_TOKENS, 16, 32), normal(NUM_TOKENS, 16), rows, visible
+    return inputs, lambda q, w, r, v: (index_scores(q, w, pool, table, r, v, 500, bf16=bf16),)
 
 
 def experts_case(bf16: bool) -> tuple[Rows, Callable[..., Outputs]]:
@@ -90,6 +91,13 @@ def rope_case() -> tuple[Rows, Callable[..., Outputs]]:
     table = RopeTable(frequencies(16, 10000.0))
     return (normal(NUM_TOKENS, 8, 64), torch.arange(NUM_TOKENS) * 31), lambda x, p: (
         rotate(x, *table.at(p)),
+        rotate(x, *table.at(p), inverse=True, bf16=True),
+        *(
+            cache_rows(
+                x[:, 0], *table.at(p), row_format=kept, bf16=True, weight=normal(64), eps=1e-6
+            )
+            for kept in RowFormat
+        ),
     )
 
 
@@ -104,7 +112,7 @@ def select_case() -> tuple[Rows, Callable[..., Outputs]]:
     scores = normal(NUM_TOKENS, 200).round()  # many ties
     visible = torch.full((NUM_TOKENS,), 200)
     return (scores, visible), lambda s, v: (
-        mask_to_indices(top_k_mask(s, 30), 30),
+        top_k_indices(s, 30),
         candidate_blocks(s, v, 8, 5),
     )
 
@@ -190,14 +198,3 @@ def test_no_rows_give_no_rows(name: str) -> None:
     rows, op = CASES[name]
     for ours, wanted in zip(op(*[x[:0] for x in rows]), op(*rows), strict=True):
         assert ours.shape == (0, *wanted.shape[1:])
-
-
-def test_shared_and_own_keys_score_alike() -> None:
-    """Decode rows gather a table each, prefill chunks share one; bits must not tell."""
-    queries, weights = normal(9, 16, 32), normal(9, 16)
-    keys, visible = normal(1, 3 * KEY_TILE, 32), torch.arange(9) * 80 + 1
-    shared = index_scores(queries, weights, keys, visible, bf16=False)
-    own = index_scores(queries, weights, keys.repeat(9, 1, 1), visible, bf16=False)
-    short = index_scores(queries, weights, keys[:, :KEY_TILE], visible, bf16=False)
-    assert torch.equal(shared, own)
-    assert torch.equal(shared[:3, :KEY_TILE], short[:3])

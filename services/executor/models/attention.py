@@ -3,13 +3,15 @@
 import torch
 from torch import Tensor
 
+from kernels.attention.cache_rows import RowFormat, cache_rows
 from kernels.attention.compress import pool_pairs
 from kernels.attention.index_scores import index_scores
 from kernels.attention.rope import rotate
-from kernels.attention.select import candidate_blocks, mask_to_indices, top_k_mask
+from kernels.attention.select import candidate_blocks, top_k_indices
 from kernels.attention.sparse import sparse_attention
 from kernels.mhc.rms_norm import rms_norm
 from kernels.quant.linear import linear
+from kernels.quant.rounding import round_fp4_ue8m0
 from services.executor.kv_cache import KvCache
 from services.executor.model_config import ModelConfig
 from services.executor.models.numerics import Numerics
@@ -41,8 +43,8 @@ class Attention:
     ) -> Tensor:
         """u [num_tokens, hidden] -> the sublayer's output; writes this layer's cache rows."""
         angles = plan.compressed if self._ratio else plan.plain
-        low_rank, queries, row = self.project(u, angles)
-        cache.window[self._layer].index_copy_(0, plan.window_writes, row)
+        low_rank, queries, down = self.project(u, angles)
+        self.write_row(down, angles, plan.window_writes, cache.window[self._layer])
         compressed = slots = None
         if self._ratio:
             slots = self._select(u, low_rank, plan, cache, shared, tap)
@@ -61,29 +63,51 @@ class Attention:
         return self.output(attended, angles)
 
     def project(self, u: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
-        """Low-rank query (as input of linears), rotated queries, and the rounded window row."""
+        """Low-rank query, rotated queries, and what `window_row` and `write_row` want."""
         rank = self._config.q_lora_rank
         down = self._num.fp8_linear(u, self._weights.down)
         low_rank = self._norm(down[:, :rank], self._weights.q_norm)
-        low_rank = self._num.fp8_input(low_rank)
-        queries = self._num.linear(low_rank, self._weights.query)
+        queries = self._num.fp8_linear(low_rank, self._weights.query)
         queries = queries.unflatten(1, (self._config.num_attention_heads, -1))
-        queries = self._num.act(rotate(queries, *angles))
-        return low_rank, queries, self._window_row(down[:, rank:], angles)
+        return low_rank, rotate(queries, *angles, bf16=self._num.bf16), down[:, rank:]
 
-    def window_row(self, u: Tensor, angles: Angles) -> Tensor:
-        """The window row alone: draft stages make it from the main model's features."""
-        return self._window_row(self._num.fp8_linear(u, self._row), angles)
+    def project_row(self, u: Tensor) -> Tensor:
+        """The last of `project` alone: draft stages make it from the main model's features."""
+        return self._num.fp8_linear(u, self._row)
+
+    def window_row(self, down: Tensor, angles: Angles) -> Tensor:
+        """Window rows as they are stored, for rows that are not."""
+        return self._rows(down, angles, RowFormat.FP8, self._weights.kv_norm, None, None)
+
+    def write_row(self, down: Tensor, angles: Angles, slots: Tensor, window: Tensor) -> None:
+        """Store window rows."""
+        self._rows(down, angles, RowFormat.FP8, self._weights.kv_norm, slots, window)
 
     def output(self, attended: Tensor, angles: Angles) -> Tensor:
         """Rotate back (values carried the rotation), then the grouped low-rank output."""
-        turned = self._num.act(rotate(self._num.act(attended), *angles, inverse=True))
+        turned = rotate(attended, *angles, inverse=True, bf16=self._num.bf16)
         low_rank = self._num.linear(turned.flatten(1), self._weights.group_out)
         return self._num.fp8_linear(low_rank, self._weights.out)
 
-    def _window_row(self, down: Tensor, angles: Angles) -> Tensor:
-        row = self._norm(down, self._weights.kv_norm)
-        return self._num.window_row(self._num.act(rotate(row, *angles)))
+    def _rows(
+        self,
+        x: Tensor,
+        angles: Angles,
+        row_format: RowFormat,
+        norm: Tensor | None,
+        slots: Tensor | None,
+        pool: Tensor | None,
+    ) -> Tensor:
+        return cache_rows(
+            x,
+            *angles,
+            row_format=self._num.stored(row_format),
+            bf16=self._num.bf16,
+            weight=norm,
+            eps=self._config.rms_norm_eps,
+            slots=slots,
+            pool=pool,
+        )
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self._config.rms_norm_eps, bf16=self._num.bf16)
@@ -131,12 +155,11 @@ class Attention:
         else:
             pooled = self._num.linear(u, weights.kv_gate)
         entry = self._norm(pooled, weights.norm)
-        key = self._norm(self._num.linear(entry, weights.index_key), weights.index_key_norm)
-        key = self._num.act(rotate(key, *ratio_plan.angles))
-        entry = self._num.act(rotate(entry, *ratio_plan.angles))
-        slots = ratio_plan.write_slots
-        cache.compressed[self._layer].index_copy_(0, slots, self._num.compressed_row(entry))
-        cache.index_keys[self._layer].index_copy_(0, slots, self._num.index_row(key))
+        key = self._num.linear(entry, weights.index_key)
+        angles, slots = ratio_plan.angles, ratio_plan.write_slots
+        pool, keys = cache.compressed[self._layer], cache.index_keys[self._layer]
+        self._rows(entry, angles, RowFormat.FP4_E4M3, None, slots, pool)
+        self._rows(key, angles, RowFormat.FP4_UE8M0, weights.index_key_norm, slots, keys)
 
     def _pool(
         self,
@@ -155,7 +178,7 @@ class Attention:
         even[plan.pairs.resumed] = state[plan.pairs.resumed_blocks]
         state[plan.pairs.open_blocks] = both[plan.pairs.open_tokens]
         pairs = torch.stack((even, odd), 1)
-        return self._num.act(pool_pairs(pairs[:, :, :dim], pairs[:, :, dim:]))
+        return pool_pairs(pairs[:, :, :dim], pairs[:, :, dim:], bf16=self._num.bf16)
 
     # ------------------------------------------------------------ indexer
 
@@ -174,15 +197,15 @@ class Attention:
         config = self._config
         candidates: list[Tensor] = []
         for index, group in enumerate(ratio_plan.groups):
-            scores = self._scores(weights, u, low_rank, plan, cache, group)
+            scores = self._scores(weights, u, low_rank, plan, ratio_plan, cache, group)
+            allowed = None
             if self._layer == config.candidate_source_layer_id:
                 size, count = config.candidate_block_size, config.candidate_topk_blocks
                 candidates.append(candidate_blocks(scores, group.visible, size, count))
             elif config.uses_candidates(self._layer):
                 assert shared.candidates is not None
-                scores.masked_fill_(~shared.candidates[index], -torch.inf)
-            best = top_k_mask(scores, config.index_topk)
-            chosen[group.tokens] = mask_to_indices(best, config.index_topk)
+                allowed = shared.candidates[index]
+            chosen[group.tokens] = top_k_indices(scores, config.index_topk, allowed)
         if candidates:
             shared.candidates = candidates
 
@@ -192,21 +215,26 @@ class Attention:
         u: Tensor,
         low_rank: Tensor,
         plan: StepPlan,
+        ratio_plan: RatioPlan,
         cache: KvCache,
         group: ScoreGroup,
     ) -> Tensor:
         heads, dim = self._config.index_n_heads, self._config.index_head_dim
-        queries = self._num.linear(low_rank[group.tokens], weights.query)
+        queries = self._num.fp8_linear(low_rank[group.tokens], weights.query)
         angles = plan.compressed[0][group.tokens], plan.compressed[1][group.tokens]
-        queries = self._num.act(rotate(queries.unflatten(1, (heads, dim)), *angles))
+        queries = rotate(queries.unflatten(1, (heads, dim)), *angles, bf16=self._num.bf16)
+        if self._num.rounds_caches:
+            queries = round_fp4_ue8m0(queries)
         per_head = self._num.linear(u[group.tokens], weights.heads)
         source = self._config.kv_source(self._layer)
         assert source is not None
-        keys = cache.index_keys[source].index_select(0, group.key_slots.flatten())
         return index_scores(
-            self._num.index_row(queries),
+            queries,
             self._num.act(per_head * (dim**-0.5 * heads**-0.5)),
-            keys.unflatten(0, group.key_slots.shape),
+            cache.index_keys[source],
+            ratio_plan.table,
+            group.rows,
             group.visible,
+            group.num_keys,
             bf16=self._num.bf16,
         )

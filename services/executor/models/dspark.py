@@ -48,9 +48,8 @@ class DSpark:
         main = self._num.fp8_linear(features, self._weights.main_proj)
         main = self._norm(main, self._weights.main_norm)
         for stage, attention in enumerate(self._attentions):
-            row = attention.window_row(main, plan.plain)
-            rows = cache.window[self._config.num_hidden_layers + stage]
-            rows.index_copy_(0, plan.window_writes, row)
+            window = cache.window[self._config.num_hidden_layers + stage]
+            attention.write_row(attention.project_row(main), plan.plain, plan.window_writes, window)
 
     def draft(self, batch: DraftBatch, cache: KvCache) -> DraftOutput:
         """Propose a block of tokens behind each anchor."""
@@ -99,7 +98,8 @@ class DSpark:
     ) -> Tensor:
         """Window rows of the main model and the block's own rows, which are not stored."""
         attention = self._attentions[stage]
-        _, queries, row = attention.project(u, angles)
+        _, queries, down = attention.project(u, angles)
+        row = attention.window_row(down, angles)
         block_rows = torch.cat((row, row.new_zeros(1, row.shape[1])))
         attended = sparse_attention(
             queries,

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kernels.attention.cache_rows import RowFormat
 from kernels.quant.linear import LinearWeight, Rounding, linear
-from kernels.quant.rounding import round_bf16, round_fp4_e4m3, round_fp4_ue8m0, round_fp8
+from kernels.quant.rounding import round_bf16
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,6 @@ class Numerics:
         """A value that the released model keeps in bfloat16."""
         return round_bf16(x) if self.bf16 else x
 
-    def fp8_input(self, x: Tensor) -> Tensor:
-        """The input of linears with FP8 weights."""
-        return round_fp8(x) if self.bf16 else x
-
     def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """A linear with bfloat16 result; its input is rounded before, if at all."""
         return linear(x, weight, bf16=self.bf16)
@@ -47,14 +44,6 @@ class Numerics:
         rounding = Rounding.FP8 if self.bf16 else Rounding.NONE
         return linear(x, weight, rounding=rounding, bf16=self.bf16)
 
-    def window_row(self, x: Tensor) -> Tensor:
-        """What the window pool keeps of a row: FP8."""
-        return round_fp8(x) if self.rounds_caches else x
-
-    def compressed_row(self, x: Tensor) -> Tensor:
-        """What the global pool keeps of a compressed row: FP4 with E4M3 scales."""
-        return round_fp4_e4m3(x) if self.rounds_caches else x
-
-    def index_row(self, x: Tensor) -> Tensor:
-        """Index keys as kept, and index queries as used: FP4 with UE8M0 scales."""
-        return round_fp4_ue8m0(x) if self.rounds_caches else x
+    def stored(self, row_format: RowFormat) -> RowFormat:
+        """How a pool really keeps its rows."""
+        return row_format if self.rounds_caches else RowFormat.FLOAT

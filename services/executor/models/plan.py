@@ -5,14 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.attention.index_scores import KEY_TILE
+from kernels.attention.block_slots import BlockTable
 from kernels.attention.rope import RopeTable, frequencies
-from services.executor.batch import NO_BLOCK, StepBatch
+from services.executor.batch import StepBatch
 from services.executor.kv_cache import KvCache
 from services.executor.model_config import BLOCK_TOKENS, ModelConfig
 
-WIDE_ROW = 8  # a row with more tokens to score shares one table of keys among them
-GATHER_KEYS = 1 << 17  # keys gathered at once for rows that are not wide
+MAX_SCORES = 1 << 22  # of tokens for keys, held at once
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, [num_tokens, rope_dim / 2]
 
@@ -36,37 +35,13 @@ class Ropes:
 
 
 @dataclass(frozen=True)
-class BlockTable:
-    """Block tables of a batch's rows, and the pool row that stands for "none"."""
-
-    blocks: Tensor  # [num_rows, max_blocks], int64, NO_BLOCK for none
-    entries: int  # pool rows in a block
-    null_row: int
-
-    def slots(self, rows: Tensor, entries: Tensor) -> Tensor:
-        """Pool rows of `entries` (any shape [n, …], negative for none) of each of `rows` [n]."""
-        rows = rows.view(-1, *[1] * (entries.dim() - 1))
-        logical = entries.clamp_min(0).div(self.entries, rounding_mode="floor")
-        blocks = self.blocks[rows, logical]
-        slots = blocks * self.entries + entries % self.entries
-        return torch.where((entries < 0) | (blocks == NO_BLOCK), self.null_row, slots)
-
-    def all_slots(self, rows: Tensor, num_entries: int) -> Tensor:
-        """Pool rows of entries 0 … num_entries - 1, [len(rows), num_entries]."""
-        held = self.blocks.shape[1] * self.entries
-        entries = torch.arange(num_entries)
-        entries = torch.where(entries < held, entries, -1)
-        return self.slots(rows, entries.expand(rows.shape[0], -1))
-
-
-@dataclass(frozen=True)
 class ScoreGroup:
-    """Tokens whose compressed rows must be chosen by score, with the keys they choose from."""
+    """Tokens whose compressed rows must be chosen by score."""
 
     tokens: Tensor  # [n], int64
     rows: Tensor  # [n], int64: row of each token
     visible: Tensor  # [n], int64
-    key_slots: Tensor  # [1 or n, num_keys], int64
+    num_keys: int  # the largest of `visible`
 
 
 @dataclass(frozen=True)
@@ -155,50 +130,24 @@ def _plan_ratio(
         table=table,
         visible=visible,
         all_visible=torch.where(first < visible.unsqueeze(1), first, -1),
-        groups=_score_groups(batch, table, row_of, visible, config.index_topk),
+        groups=_score_groups(row_of, visible, config.index_topk),
         ending=ending,
         write_slots=table.slots(row_of[ending], completed),
         angles=ropes.compressed.at(completed * ratio),
     )
 
 
-def _score_groups(
-    batch: StepBatch, table: BlockTable, row_of: Tensor, visible: Tensor, top_k: int
-) -> list[ScoreGroup]:
-    """Tokens that see more entries than are selected: wide rows alone, the others together."""
-    scored = visible > top_k
-    if not bool(scored.any()):
+def _score_groups(row_of: Tensor, visible: Tensor, top_k: int) -> list[ScoreGroup]:
+    """Tokens that see more entries than are selected, as many at once as memory allows."""
+    tokens = (visible > top_k).nonzero().squeeze(1)
+    if not tokens.numel():
         return []
-    counts = torch.zeros(batch.num_rows, dtype=torch.int64).index_add_(0, row_of, scored.long())
-    is_wide = counts > WIDE_ROW
-    tokens_by_group = [
-        (scored & (row_of == row)).nonzero().squeeze(1) for row in is_wide.nonzero().flatten()
-    ]
-    groups = [_score_group(table, row_of, visible, t, shared=True) for t in tokens_by_group]
-    narrow = (scored & ~is_wide[row_of]).nonzero().squeeze(1)
-    if narrow.numel():
-        size = max(1, GATHER_KEYS // _whole_tiles(int(visible[narrow].max())))
-        groups += [
-            _score_group(table, row_of, visible, t, shared=False) for t in narrow.split(size)
-        ]
+    size = max(1, MAX_SCORES // int(visible[tokens].max()))
+    groups: list[ScoreGroup] = []
+    for some in tokens.split(size):
+        seen = visible[some]
+        groups.append(ScoreGroup(some, row_of[some], seen, int(seen.max())))
     return groups
-
-
-def _score_group(
-    table: BlockTable, row_of: Tensor, visible: Tensor, tokens: Tensor, *, shared: bool
-) -> ScoreGroup:
-    rows = row_of[tokens]
-    num_keys = _whole_tiles(int(visible[tokens].max()))
-    return ScoreGroup(
-        tokens=tokens,
-        rows=rows,
-        visible=visible[tokens],
-        key_slots=table.all_slots(rows[:1] if shared else rows, num_keys),
-    )
-
-
-def _whole_tiles(num_keys: int) -> int:
-    return -(-num_keys // KEY_TILE) * KEY_TILE
 
 
 def _plan_pairs(batch: StepBatch, row_of: Tensor, plan: RatioPlan | None) -> PairPlan:
