@@ -1,5 +1,6 @@
 """The exchange on the CPU: torch.distributed's gloo, padded capacity out, exact rows back."""
 
+import re
 import threading
 from datetime import timedelta
 
@@ -120,7 +121,7 @@ class GlooExchange:
             del group  # whoever drops it last waits for its threads: never this one
             self._wait(work)
         except RuntimeError as error:
-            raise ExchangeError(str(error)) from error
+            raise ExchangeError(_plain(str(error))) from error
 
     def _wait(self, work: dist.Work) -> None:
         """Like work.wait(), but ends when the group is given up."""
@@ -131,3 +132,8 @@ class GlooExchange:
                 if self._stopped.is_set() and not work.is_completed():
                     raise ExchangeError("the group has been given up") from None
         work.wait()  # its own error, if it has one
+
+
+def _plain(text: str) -> str:
+    """Gloo's own words without their place in its sources and its advice."""
+    return re.sub(r"^\[[^]]*\] *", "", text).split(". This is typically")[0]

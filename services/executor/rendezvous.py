@@ -18,15 +18,16 @@ LOOPBACK = "127.0.0.1"
 
 
 class Rendezvous:
-    """A file per engine epoch in a folder that all ranks see: they run on one machine.
+    """A file per engine epoch that all ranks see: they run on one machine.
 
     The scheduler starts no step before every rank has loaded, and begins a new epoch whenever it
     loses one. So a file only ever sees one process of each rank, and all come within moments.
     """
 
-    def __init__(self, folder: Path, *, rank: int, ranks: int) -> None:
+    def __init__(self, path: Path, *, rank: int, ranks: int) -> None:
+        """`path` is that of the files, but for the epoch at its end."""
         self.rank, self.ranks = rank, ranks
-        self._folder = folder
+        self._path = path
 
     def connect(
         self, epoch: int, stopped: threading.Event, patience_s: float
@@ -36,8 +37,8 @@ class Rendezvous:
         Raises:
             ExchangeError: `stopped` was set, or not all came within `patience_s`.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
-        store = FileStore(str(self._folder / str(epoch)), self.ranks)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        store = FileStore(f"{self._path}-{epoch}", self.ranks)
         store.set(f"rank{self.rank}", "1")
         everyone = [f"rank{rank}" for rank in range(self.ranks)]
         deadline = time.monotonic() + patience_s
@@ -50,8 +51,8 @@ class Rendezvous:
 
     def finish(self, epoch: int) -> None:
         """Every rank is connected: nobody needs this file, or an older one, any more."""
-        for file in self._folder.iterdir() if self.rank == 0 else ():
-            if file.name.isdigit() and int(file.name) <= epoch:
+        for file in self._path.parent.glob(f"{self._path.name}-*") if self.rank == 0 else ():
+            if int(file.name.rpartition("-")[2]) <= epoch:
                 file.unlink(missing_ok=True)
 
     def _make_group(self, store: Store) -> dist.ProcessGroupGloo:

@@ -80,8 +80,8 @@ class ModelEngine:
     def _make_group(self, order: Load) -> ExpertGroup | None:
         if order.ranks == 1:
             return None
-        folder = Path(self._config.mesh.run_dir) / f"group-{self._index}"
-        return ExpertGroup(Rendezvous(folder, rank=order.rank, ranks=order.ranks))
+        path = Path(self._config.mesh.run_dir) / f"group-{self._index}"
+        return ExpertGroup(Rendezvous(path, rank=order.rank, ranks=order.ranks))
 
     def begin_epoch(self, engine_epoch: int) -> None:
         """Meet the other ranks anew with the first step of this epoch."""
