@@ -23,7 +23,7 @@ from services.tokenizer.upstream import Upstream
 KEEP_S = 10.0  # an ended request, for a gateway that asks again
 MAX_KEPT = 512
 # what an output may cause that neither the recipe nor we can read: it fails its request alone
-TEXT_ERRORS = (RuntimeError, ValueError, TypeError, LookupError)
+TEXT_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError)
 
 
 class Clock(NamedTuple):

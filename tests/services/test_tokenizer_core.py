@@ -207,6 +207,16 @@ def test_generate_is_repeated_until_it_is_answered() -> None:
     assert not desk.sent(Generate)
 
 
+def test_a_number_that_the_recipe_cannot_hold_fails_its_request_alone() -> None:
+    desk = Desk()
+    raw = msgspec.json.encode({**CHAT, "stream": False})
+    desk.gateway(Submit(RID, "chat", raw, 7, created_s=-1))
+    desk.tokens(0, OUTPUT[:1])
+    (end,) = desk.ends
+    assert isinstance(end, ResponseFailed)
+    assert end.code is ErrorCode.INTERNAL
+
+
 @pytest.mark.parametrize(
     ("param", "field"), [("prompt", "messages"), ("max_tokens", "max_completion_tokens")]
 )
