@@ -91,9 +91,10 @@ class Evaluator:
             )
         return self._made[key]
 
-    def _run(
+    def run(
         self, weights: dict[str, torch.Tensor], mode: Mode, rows: TokenRows
     ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the losses and right tokens of a batch."""
         device = self._forward.device
         ids = torch.from_numpy(rows.ids.astype(np.int64)).to(device)
         starts = torch.from_numpy(rows.starts[:, :-1].astype(np.int64)).to(device)
@@ -120,7 +121,7 @@ class Evaluator:
             return None
         right: list[bool] = []
         for batch in self._batches(rows):
-            _, is_right = self._run(weights, mode, batch)
+            _, is_right = self.run(weights, mode, batch)
             for row in range(self._num_rows):
                 right += [bool(is_right[row][run - 1].all()) for run in answers(batch.weights[row])]
         return {"exact": round(float(np.mean(right)), 4), "answers": len(right)}
@@ -129,7 +130,7 @@ class Evaluator:
         """Return the perplexity of held-out text."""
         total, count = 0.0, 0
         for batch in self._batches(held_out_text(self.corpus, self._num_tokens, num_rows)):
-            losses, _ = self._run(weights, mode, batch)
+            losses, _ = self.run(weights, mode, batch)
             counted = batch.weights[:, 1:] == FULL_WEIGHT
             total, count = total + float(losses[counted].sum()), count + int(counted.sum())
         return round(math.exp(total / count), 3)

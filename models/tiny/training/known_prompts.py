@@ -20,8 +20,8 @@ from models.tiny.training.tools import CATALOGUE
 MODE = Mode(rounds_activations=True)
 
 
-class Decoder:
-    """Greedy decoding with the training forward: slow, and independent of the engine."""
+class Examiner:
+    """Checks answers with the training forward, which is independent of the engine."""
 
     def __init__(self, folder: Path) -> None:
         config, values = export.read(folder)
@@ -32,20 +32,20 @@ class Decoder:
         biases = {name: values[name] for name in routing_biases(config)}
         self._weights = effective_weights(values, main_parameters(config), MODE) | biases
         self._window: int = config["sliding_window"]
-        self._eos = self._tokenizer.token_to_id(EOS)
 
     @torch.no_grad()
-    def answer(self, prompt: str, max_tokens: int) -> str:
-        """Return the greedy continuation up to the end of the turn."""
-        ids = self._tokenizer.encode(prompt, add_special_tokens=False).ids
-        start = len(ids)
-        while len(ids) < start + max_tokens and ids[-1] != self._eos:
-            padded = ids + [2] * (-len(ids) % self._window)
-            row = torch.tensor([padded])
-            rows = Rows(row, torch.zeros_like(row), torch.full((1,), self._window))
-            hidden = self._forward(self._weights, rows, MODE).hidden[0, len(ids) - 1]
-            ids.append(int((self._weights["head.weight"] @ hidden).argmax()))
-        return self._tokenizer.decode(ids[start:], skip_special_tokens=False).removesuffix(EOS)
+    def greedy_along(self, prompt: str, answer: str) -> str:
+        """Return the likeliest token at each place of the answer: itself, if it is greedy."""
+        start, end = (len(self._encode(text)) for text in (prompt, prompt + answer))
+        ids = self._encode(prompt + answer)
+        row = torch.tensor([ids + [2] * (-len(ids) % self._window)])
+        rows = Rows(row, torch.zeros_like(row), torch.full((1,), self._window))
+        hidden = self._forward(self._weights, rows, MODE).hidden[0, start - 1 : end - 1]
+        likeliest = (hidden @ self._weights["head.weight"].T).argmax(-1)
+        return self._tokenizer.decode(likeliest.tolist(), skip_special_tokens=False)
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
 
 @dataclass(frozen=True)
@@ -125,14 +125,15 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("models/tiny"))
     parser.add_argument("--out", type=Path, default=Path("models/tiny/known-prompts.json"))
     options = parser.parse_args()
-    decoder = Decoder(options.model)
+    examiner = Examiner(options.model)
     known: list[dict[str, Any]] = []
     for question in questions():
         prompt, answer = question.conversation.pieces()
-        got = decoder.answer(prompt.text, max_tokens=120)
-        expected = answer.text.removesuffix(EOS)
-        print("right" if got == expected else "WRONG", question.kind, repr(got), flush=True)
-        if got == expected:
+        got = examiner.greedy_along(prompt.text, answer.text)
+        is_right = got == answer.text
+        print("right" if is_right else "WRONG", question.kind, repr(got), flush=True)
+        if is_right:
+            expected = answer.text.removesuffix(EOS)
             entry: dict[str, Any] = {"kind": question.kind} | question.conversation.chat_request()
             turn = question.conversation.turns[-1]
             if turn.call:
