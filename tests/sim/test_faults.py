@@ -6,6 +6,11 @@ from deepmesh.wire.messages import ErrorCode, Failed
 from services.scheduler.sim.faults import KINDS
 from services.scheduler.sim.soak import draw_world
 
+MAY_FAIL = {
+    "device error": (ErrorCode.ENGINE_ERROR,),  # twice in the same request's steps
+    "hang executor": (ErrorCode.DEADLINE, ErrorCode.ENGINE_RESTARTED),  # each costs a minute
+}
+
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_faults_of_a_kind(kind: str) -> None:
@@ -13,8 +18,9 @@ def test_two_faults_of_a_kind(kind: str) -> None:
         world = draw_world(100 + seed, faults=2, kinds=(kind,))
         world.run()
         world.verify()
-        if kind != "device error":
-            assert world.num_failed == 0
+        for request in world.requests.values():
+            (end,) = request.terminals
+            assert not isinstance(end, Failed) or end.code in MAY_FAIL.get(kind, ())
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -24,7 +30,7 @@ def test_any_mixture_of_faults(seed: int) -> None:
     world.verify()
     for request in world.requests.values():
         (end,) = request.terminals
-        assert not isinstance(end, Failed) or end.code == ErrorCode.ENGINE_ERROR
+        assert not isinstance(end, Failed) or end.code in sum(MAY_FAIL.values(), ())
 
 
 def test_faults_are_drawn_from_the_seed_too() -> None:

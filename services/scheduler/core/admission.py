@@ -40,6 +40,8 @@ class Admission:
         `budgets` are the prefill tokens left in this step, by rank.
         """
         while (request := self._waiting.head()) is not None:
+            if self._must_be_alone(request):
+                return None
             rank, hit = self._place(request, budgets)
             if rank < 0:
                 if min(budgets) < self._geometry.chunk_align or not self._park():
@@ -55,6 +57,17 @@ class Admission:
                 self.cached_tokens += request.cached_tokens
             return request
         return None
+
+    def _must_be_alone(self, request: Request) -> bool:
+        """Whether a request may not join: after a device fault those that were in the step run one
+        by one until each has brought a token, so that a second fault finds the culprit alone."""
+        residents = self._table.resident().tolist()
+        if request.suspect and len(request.ids) <= request.suspect_len:
+            return bool(residents)
+        return any(
+            resident.suspect and self._table.confirmed[resident.slot] <= resident.suspect_len
+            for resident in map(self._table.request_at, residents)
+        )
 
     def _park(self) -> bool:
         """A request whose client takes no tokens gives its place to those that wait."""

@@ -37,7 +37,7 @@ Incoming = (
     | Drain
     | Shutdown
 )
-Outgoing = Accepted | TokenBatch | Finished | Failed | Load | SubmitStep | Reset
+Outgoing = Accepted | TokenBatch | Finished | Failed | Load | SubmitStep | Reset | Shutdown
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,14 @@ class Outbox:
         else:
             rows.append(row)
 
+    def add_rows(self, peers: list[str], rows: list[TokenRow]) -> None:
+        """Many at once; nearly always all for one tokenizer."""
+        if peers and peers.count(peers[0]) == len(peers):
+            self._rows.setdefault(peers[0], []).extend(rows)
+            return
+        for peer, row in zip(peers, rows, strict=True):
+            self.add_row(peer, row)
+
     def flush_rows(self, step_id: int, now: int) -> None:
         """Close the batches of this step."""
         for peer, rows in self._rows.items():

@@ -207,14 +207,11 @@ class Packer:
         return np.array(parts, BLOCK).tobytes() if parts else b""
 
     def _captures(self, plan: Plan, index: NDArray[np.intp], rank: int) -> list[Capture]:
-        if not plan.captures:
+        mine = [capture for capture in plan.captures if capture[0] // self._slots == rank]
+        if not mine:
             return []
         row_of = {i: row for row, i in enumerate(index.tolist())}
-        return [
-            Capture(row_of[i], position, block)
-            for i, position, block in plan.captures
-            if i // self._slots == rank
-        ]
+        return [Capture(row_of[i], position, block) for i, position, block in mine]
 
     def _copy(self, source: int, target: int, *, after: bool) -> BlockOp:
         op_id, self._next_op = self._next_op, self._next_op + 1

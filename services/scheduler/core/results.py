@@ -164,14 +164,11 @@ class Results:
         table.confirmed[index] += 1
         table.progress_ns[index] = now
         self.output_tokens += len(rows)
-        data, add_row, requests = new.tobytes(), self._outbox.add_row, table.requests
-        i: int
-        pos: int
-        for at, (i, pos) in enumerate(zip(index.tolist(), position.tolist(), strict=True)):
-            request = requests[i]
-            assert request is not None
-            ids = data[4 * at : 4 * at + 4]
-            add_row(request.reply_to, TokenRow(request.generate.rid, pos, ids))
+        data, requests = new.tobytes(), [table.request_at(i) for i in index.tolist()]
+        ids = [data[at : at + 4] for at in range(0, len(data), 4)]
+        rids = [request.generate.rid for request in requests]
+        peers = [request.reply_to for request in requests]
+        self._outbox.add_rows(peers, list(map(TokenRow, rids, position.tolist(), ids)))
 
     def _apply_row(
         self,

@@ -41,6 +41,8 @@ from .session import Session
 from .waiting import WaitingQueue
 
 TIMER_NS = 250_000_000
+HANG_NS = 60_000_000_000  # without a result; more where steps have been slow so far
+HANG_STEPS = 20
 
 
 class Scheduler:
@@ -86,6 +88,7 @@ class Scheduler:
         self._max_unacked = max_unacked
         self._incarnations: dict[str, bytes] = {}
         self._drain_deadline_ns = 0
+        self._slowest_ns = self._progress_ns = 0
         self._next_timer_ns = 0
 
     # ------------------------------------------------------------ the interface
@@ -244,9 +247,11 @@ class Scheduler:
         step.begin_ns = max(step.begin_ns, result.times.begin_ns)
         step.end_ns = max(step.end_ns, result.times.end_ns)
         group.applied[result.rank] = step.step_id
+        self._progress_ns = now
         step.pending.discard(result.rank)
         if not step.pending:
             group.unresolved.remove(step)
+            self._slowest_ns = max(self._slowest_ns, now - step.planned_ns)
             self._session.step_ended(step, now)
         self._session.count(engine)
 
@@ -268,6 +273,10 @@ class Scheduler:
             return
         self._next_timer_ns = now + TIMER_NS
         self.registry.expire(now)
+        step = self.group.unresolved[0] if self.group.unresolved else None
+        patience_ns = max(HANG_NS, HANG_STEPS * self._slowest_ns)
+        if step is not None and now - max(step.planned_ns, self._progress_ns) > patience_ns:
+            self._session.hung(step, now)
         for request in list(self.registry.live.values()):
             self._check_timers(request, now)
 

@@ -1,7 +1,7 @@
 """Engine sessions: executors come and go, engines start anew from confirmed tokens."""
 
 from deepmesh.config import SchedulerConfig
-from deepmesh.wire.messages import Capacity, ErrorCode, Load, Reset
+from deepmesh.wire.messages import Capacity, ErrorCode, Load, Reset, Shutdown
 
 from .engine import Engine, geometry_of
 from .events import StepEnded
@@ -67,6 +67,17 @@ class Session:
         self._group.loaded.discard(rank)
         if self.engine is not None:
             self.restart(now, f"executor of rank {rank} is lost", faulty=None)
+
+    def hung(self, step: StepRecord, now: int) -> None:
+        """Ranks that owe a result for too long are taken for dead, whatever their links say."""
+        ranks = sorted(step.pending)
+        for rank in ranks:
+            peer = self._group.peers.pop(rank, None)
+            self._group.loaded.discard(rank)
+            if peer is not None:
+                self._outbox.send(peer, Shutdown())  # its supervisor starts another one
+        names = ", ".join(map(str, ranks))
+        self.restart(now, f"no result of rank {names} for step {group_step_of(step.step_id)}", None)
 
     def capacity(self, message: Capacity, now: int) -> None:
         """A rank is loaded; with the last one the engine starts."""

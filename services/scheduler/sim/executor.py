@@ -65,6 +65,7 @@ class SimExecutor:
         self.device = Device(capacity, rank)
         self.link = link
         self.mask_miss = 0.0
+        self.is_hung = False  # the device never ends its steps; the process lives
         self.num_errors_due = 0  # steps that will fail on the device
         self.free_at_tokens_ready = False  # a fault: results claim that the step's tail is done
         self.null_rows = 0
@@ -91,6 +92,7 @@ class SimExecutor:
     def crash(self) -> None:
         """The process dies; the next one has another device."""
         self.null_rows += self.device.null_rows
+        self.is_hung = False
         self.device = Device(self._capacity, self.rank)
         self._abandon(NO_EPOCH)
 
@@ -132,7 +134,7 @@ class SimExecutor:
         clock.at(self._free_at - clock.now, lambda: self._tail(life, step))
 
     def _body(self, life: int, step: SubmitStep, buffer: int) -> None:
-        if life != self._life or step.engine_epoch != self._current_epoch():
+        if self.is_hung or life != self._life or step.engine_epoch != self._current_epoch():
             return  # abandoned, even if the news is still on its way: nobody hears its result
         self._rendezvous.enter(self.rank, step)
         if self.num_errors_due:
@@ -149,7 +151,8 @@ class SimExecutor:
         self._send(result)
 
     def _tail(self, life: int, step: SubmitStep) -> None:
-        if life == self._life and step.engine_epoch == self._current_epoch():
+        is_heard = life == self._life and step.engine_epoch == self._current_epoch()
+        if is_heard and not self.is_hung:
             done = self.device.tail()
             self._send(GpuDone(step.engine_epoch, self.rank, self.device.gpu_done, done))
 

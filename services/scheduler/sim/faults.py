@@ -10,6 +10,7 @@ KINDS: tuple[FaultKind, ...] = (
     "kill executor",
     "cut executor",
     "device error",
+    "hang executor",
     "kill tokenizer",
     "cut tokenizer",
     "slow client",
@@ -37,6 +38,9 @@ def _fault(world: World, kind: FaultKind) -> Callable[[], None]:
     def device_error() -> None:
         executor.num_errors_due += 1
 
+    def hang() -> None:
+        executor.is_hung = True
+
     def slow_client() -> None:
         tokenizer.read(is_reading=False)
         world.clock.at(10 * back_after, lambda: tokenizer.read(is_reading=True))
@@ -45,6 +49,7 @@ def _fault(world: World, kind: FaultKind) -> Callable[[], None]:
         "kill executor": lambda: world.kill_executor(rank, back_after),
         "cut executor": lambda: world.disconnect(executor, back_after),
         "device error": device_error,
+        "hang executor": hang,
         "kill tokenizer": lambda: world.kill_tokenizer(index, back_after),
         "cut tokenizer": lambda: world.disconnect(tokenizer, back_after),
         "slow client": slow_client,

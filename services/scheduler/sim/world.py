@@ -10,6 +10,7 @@ from deepmesh.wire.messages import (
     Finished,
     Load,
     Reset,
+    Shutdown,
     SubmitStep,
     TokenBatch,
 )
@@ -34,6 +35,7 @@ from .tokenizer import SimTokenizer
 from .writer import ExternalWriter
 
 TICK_NS = 100 * MS
+RESTART_NS = 20 * MS  # of a process by its supervisor
 
 
 class World:
@@ -230,6 +232,9 @@ class World:
             case Load() | SubmitStep() | Reset():
                 assert isinstance(peer, SimExecutor)
                 peer.link.send("there", partial(peer.receive, message))
+            case Shutdown():
+                assert isinstance(peer, SimExecutor)
+                peer.link.send("there", partial(self.kill_executor, peer.rank, RESTART_NS))
             case Accepted() | TokenBatch() | Finished() | Failed():
                 assert isinstance(peer, SimTokenizer)
                 peer.link.send("there", partial(peer.receive, message))
