@@ -124,9 +124,9 @@ class Node:
         link = self.by_key.get(key)
         if link is None:
             return self.greet(key, major, seq, message)
+        if message and message[0] == "Refused":  # numbered by a listener that knows no link of ours
+            raise ConnectionError(message[1:])
         message = link.take(seq, message) if major == 1 else None
-        if message and message[0] == "Refused":
-            raise ConnectionError(message[1])
         if message and message[0] == "Welcome":
             link.name = message[2]
             self.links[link.name] = link
