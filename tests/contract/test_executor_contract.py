@@ -26,6 +26,7 @@ from services.executor.fake import FakeEngine
 from services.executor.interface import Executor
 from services.executor.stream import StreamExecutor
 from tests.contract.executor_host import GREEDY, Host, Request
+from tests.tiny import VOCAB_SIZE
 
 MODEL = Path(__file__).parents[2] / "models/tiny"
 CONFIG = Config(
@@ -68,7 +69,7 @@ def new_host(loaded: StreamExecutor) -> Callable[..., Host]:
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(600, 8000, length).tolist()
+    return np.random.default_rng(seed).integers(600, VOCAB_SIZE, length).tolist()
 
 
 def alone(
@@ -96,7 +97,7 @@ def test_capacity_answers_the_order(loaded: StreamExecutor) -> None:
     assert (capacity.num_global_blocks, capacity.num_window_blocks) == (64, 64)
     assert capacity.num_slots > 8
     assert capacity.num_state_blocks >= capacity.num_slots
-    assert (capacity.max_model_len, capacity.vocab_size, capacity.window) == (512, 8192, 64)
+    assert (capacity.max_model_len, capacity.vocab_size, capacity.window) == (512, VOCAB_SIZE, 64)
     assert len(capacity.fingerprint) == 16
     assert capacity == loaded.load(order(capacity.engine_epoch))
 

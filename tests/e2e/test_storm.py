@@ -13,10 +13,12 @@ from deepmesh.supervisor import Mesh
 from deepmesh.wire import messages as m
 from deepmesh.wire.packed import pack_ids
 from tests.e2e.wire_client import Answer, WireClient
+from tests.tiny import VOCAB_SIZE
 
 NUM_REQUESTS = 200
 NUM_ALONE = 20  # of them are run again, one at a time
 MIN_PREEMPTIONS = 50
+HTTP_LENGTHS = [3, 59, 61, 62, 63, 126]
 CONFIG = """
 [mesh]
 name = "storm"
@@ -58,7 +60,7 @@ def storm(seed: int) -> list[m.Generate]:
     requests: list[m.Generate] = []
     for n in range(NUM_REQUESTS):
         prompt_len = rng.choice([3, 55, 60, 62, 63, 64, 65, 120, 127, 128, 250])
-        ids = [0, *(rng.randrange(20, 4000) for _ in range(prompt_len - 1))]
+        ids = [0, *(rng.randrange(20, VOCAB_SIZE) for _ in range(prompt_len - 1))]
         requests.append(
             m.Generate(
                 rid=rng.randbytes(16),
@@ -155,7 +157,9 @@ def http_storm(seed: int) -> list[dict[str, object]]:
     return [
         {
             "model": "tiny",
-            "prompt": [rng.randrange(20, 4000) for _ in range(rng.choice([3, 59, 61, 62, 126]))],
+            "prompt": [
+                rng.randrange(20, VOCAB_SIZE) for _ in range(rng.choice([3, 59, 61, 62, 126]))
+            ],
             "max_tokens": rng.choice([4, 12, 24]),
             "temperature": rng.choice([0.0, 0.8]),
             "seed": n,

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from models.tiny.training import export, tasks
 from models.tiny.training.config import CompressedVocabulary
 from models.tiny.training.draft import Anchors, DraftForward
+from models.tiny.training.material import Material
 from models.tiny.training.model import Forward, Mode, Rows, effective_weights
 from models.tiny.training.parameters import routing_biases
 from models.tiny.training.quantise import unpack
@@ -117,9 +118,7 @@ def test_shipped_folder_stays_within_its_25_megabytes() -> None:
 
 def test_generated_conversations_render_as_the_recipe_renders_them() -> None:
     rng = random.Random(1)
-    material = tasks.Material(
-        chat=[("Is it late?", "Yes.")], glosses=[("acorn", "fruit of the oak")]
-    )
+    material = Material(chat=[("Is it late?", "Yes.")], glosses=[("acorn", "fruit of the oak")])
     for _ in range(200):
         conversation = tasks.draw(rng, material, max_lookup_tokens=200)
         body = conversation.chat_request() | {"model": "DeepSeek-V4.1-Flash"}

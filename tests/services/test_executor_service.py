@@ -35,6 +35,7 @@ from services.executor.service import ExecutorService, StepGate, Verdict
 from services.executor.stream import StreamExecutor
 from tests.contract.executor_host import Host
 from tests.contract.remote_executor import RemoteExecutor
+from tests.tiny import VOCAB_SIZE
 
 ROOT = Path(__file__).parents[2]
 PROMPT = list(range(600, 640))
@@ -110,7 +111,7 @@ def test_a_request_runs_over_the_link_and_follows_the_oracle(tmp_path: Path) -> 
     with running(config), RemoteExecutor(config) as remote:
         host = Host(remote, remote.load(order(config)))
         assert [(p.done, p.total) for p in remote.progress] == [(1, 1)]
-        assert generate(host) == Oracle(8192).generate(PROMPT, 6, seed=5)
+        assert generate(host) == Oracle(VOCAB_SIZE).generate(PROMPT, 6, seed=5)
 
 
 def test_results_do_not_wait_for_the_next_poll(tmp_path: Path) -> None:
@@ -136,7 +137,7 @@ def test_a_lost_scheduler_is_waited_for_and_the_executor_lives_on(tmp_path: Path
             host.take()
         with RemoteExecutor(config) as remote:
             host = Host(remote, remote.load(order(config, epoch=2)), epoch=2)
-            assert generate(host) == Oracle(8192).generate(PROMPT, 6, seed=5)
+            assert generate(host) == Oracle(VOCAB_SIZE).generate(PROMPT, 6, seed=5)
             assert {r.engine_epoch for r in host.results} == {2}
         assert run.thread.is_alive()
 
@@ -153,7 +154,7 @@ def test_a_missing_step_ends_the_link_and_a_new_session_works(tmp_path: Path) ->
         remote.wait_connected(times=2)
         assert run.service.counters["gaps"] == 1
         host = Host(remote, remote.load(order(config, epoch=2)), epoch=2)
-        assert generate(host) == Oracle(8192).generate(PROMPT, 6, seed=5)
+        assert generate(host) == Oracle(VOCAB_SIZE).generate(PROMPT, 6, seed=5)
 
 
 def test_repeated_and_foreign_steps_are_dropped_and_counted(tmp_path: Path) -> None:
@@ -169,7 +170,7 @@ def test_repeated_and_foreign_steps_are_dropped_and_counted(tmp_path: Path) -> N
         host.submit()  # the number of the first step again
         host.in_flight.clear()
         host.run(request)
-        assert request.output == Oracle(8192).generate(PROMPT, 4)
+        assert request.output == Oracle(VOCAB_SIZE).generate(PROMPT, 4)
         assert run.service.counters["dropped_steps"] == 2
         assert run.executor.counters["failed_steps"] == 0
 
@@ -246,7 +247,7 @@ def test_sigterm_ends_the_process_cleanly(tmp_path: Path) -> None:
     config = make_config(tmp_path, fake_step_ms=5.0)
     with process(config, tmp_path / "mesh.toml") as child, RemoteExecutor(config) as remote:
         host = Host(remote, remote.load(order(config)))
-        assert generate(host) == Oracle(8192).generate(PROMPT, 6, seed=5)
+        assert generate(host) == Oracle(VOCAB_SIZE).generate(PROMPT, 6, seed=5)
         child.send_signal(signal.SIGTERM)
         _, errors = child.communicate(timeout=20)
         assert child.returncode == 0
@@ -303,7 +304,7 @@ def test_the_fake_can_be_asked_to_stop(tmp_path: Path) -> None:
     finally:
         executor.close()
     for seed, request in enumerate(requests):
-        expected = Oracle(8192, stop_one_in=5).generate(PROMPT, 60, seed=seed, stop_ids=[1])
+        expected = Oracle(VOCAB_SIZE, stop_one_in=5).generate(PROMPT, 60, seed=seed, stop_ids=[1])
         assert request.output == expected
     assert {r.output[-1] for r in requests} == {1}
     assert len(late.output) > 30

@@ -42,9 +42,10 @@ from services.executor.fake import FakeEngine, Oracle
 from services.executor.service import ExecutorService
 from services.executor.stream import StreamExecutor
 from services.scheduler.service import SchedulerService
+from tests.tiny import VOCAB_SIZE
 
 ROOT = Path(__file__).parents[2]
-VOCAB = 8192
+VOCAB = VOCAB_SIZE
 
 
 def make_config(run_dir: Path, depth: int) -> Config:

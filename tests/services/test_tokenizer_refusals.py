@@ -15,6 +15,7 @@ from services.tokenizer.prepare import PROMPT_FIELD, Generation, Preparer
 from services.tokenizer.refusal import Refusal
 from services.tokenizer.service import prepare as try_to_prepare
 from tests.services.tokenizer_harness import HI, PLAIN, bench, make_config
+from tests.tiny import VOCAB_SIZE
 
 BASE: dict[str, dict[str, Any]] = {
     "chat": {"model": "tiny", "messages": HI},
@@ -140,7 +141,7 @@ BAD_VALUES = [
     ("frequency_penalty", -3),
     ("repetition_penalty", 0),
     ("logit_bias", [1]),
-    ("logit_bias.8192", {"8192": 1}),
+    (f"logit_bias.{VOCAB_SIZE}", {str(VOCAB_SIZE): 1}),
     ("logit_bias.x", {"x": 1}),
     ("logit_bias.-1", {"-1": 1}),
     ("logit_bias.5", {"5": 101}),
@@ -150,7 +151,7 @@ BAD_VALUES = [
     ("seed", "x"),
     ("min_tokens", -1),
     ("ignore_eos", 1),
-    ("stop_token_ids[1]", [5, 8192]),
+    ("stop_token_ids[1]", [5, VOCAB_SIZE]),
     ("stop_token_ids[0]", [True]),
     ("stop_token_ids", 5),
     ("cache_salt", 5),
@@ -293,7 +294,7 @@ COMPLETIONS = [
     ("prompt", {"prompt": ["a", "b"]}),
     ("prompt", {"prompt": [[5], [6]]}),
     ("prompt", {"prompt": 5}),
-    ("prompt[1]", {"prompt": [5, 8192]}),
+    ("prompt[1]", {"prompt": [5, VOCAB_SIZE]}),
     ("prompt[0]", {"prompt": [-1]}),
     ("prompt[0]", {"prompt": [True]}),
     ("prompt[1]", {"prompt": [5, "x"]}),

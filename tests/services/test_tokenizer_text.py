@@ -18,6 +18,7 @@ from services.tokenizer.tokens import feed
 from services.tokenizer.vocabulary import ModelError, Vocabulary
 from tests.fakes import fake_logprobs
 from tests.services.tokenizer_harness import HI, MODEL, PLAIN, TOKENIZER, ids_of, make_config
+from tests.tiny import VOCAB_SIZE
 
 VOCABULARY = Vocabulary((MODEL / "tokenizer.json").read_text("utf-8"))
 PREPARER = Preparer(make_config(Path("/nowhere")), now_s=lambda: 1_700_000_100)
@@ -178,7 +179,7 @@ def test_completion_text_is_the_text(text: str) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(0, 8191), max_size=20))
+@given(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=20))
 def test_any_ids_decode_as_the_tokenizer_does(ids: list[int]) -> None:
     whole = TOKENIZER.decode(ids, skip_special_tokens=False)
     assert VOCABULARY.text_of(ids) == whole
@@ -240,7 +241,7 @@ def test_only_byte_level_tokenizers_are_served() -> None:
 
 @pytest.mark.parametrize("protocol", ["chat", "responses", "messages"])
 @settings(max_examples=40, deadline=None)
-@given(ids=st.lists(st.integers(0, 8191), max_size=30))
+@given(ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=30))
 def test_the_recipe_bears_any_tokens(protocol: str, ids: list[int]) -> None:
     """Untrained models say anything; no output may break the stream."""
     request = begin(protocol, **({} if protocol == "responses" else PLAIN))
