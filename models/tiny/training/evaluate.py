@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from models.tiny.training import layers, tasks
+from models.tiny.training import layers, structured, tasks
 from models.tiny.training.draft_trainer import ANCHORS_PER_ROW, DraftTrainer
+from models.tiny.training.lookup import lookup as draw_lookup
 from models.tiny.training.model import Forward, Mode, Rows
 from models.tiny.training.render import Conversation
 from models.tiny.training.rows import FULL_WEIGHT, Corpus, TokenRows
@@ -22,14 +23,14 @@ def draws(corpus: Corpus) -> dict[str, Draw]:
     """Return the held-out tasks by name."""
 
     def lookup(length: int) -> Draw:
-        return lambda rng: tasks.lookup(rng, corpus.material, length, num_questions=1)
+        return lambda rng: draw_lookup(rng, corpus.material, length, num_questions=1)
 
     plain: dict[str, Draw] = {
         "copy": tasks.copy_short,
         "long_copy": tasks.copy_long,
         "add": lambda rng: tasks.add(rng, held_out=True),
-        "tool": tasks.call_tool,
-        "json": tasks.write_json,
+        "tool": structured.call_tool,
+        "json": structured.write_json,
         "think": tasks.think,
     }
     return plain | {f"lookup_{length}": lookup(length) for length in LOOKUP_LENGTHS}

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from models.tiny.training import tasks
+from models.tiny.training import lookup, tasks
+from models.tiny.training.material import Material
 from models.tiny.training.render import BOS, EOS, PAD, SPECIAL_TOKENS, Conversation, Piece
-from models.tiny.training.tasks import Material
 
 PROMPT_WEIGHT = 2  # of 100; assistant tokens and text weigh 100
 FULL_WEIGHT = 100
@@ -108,7 +108,7 @@ class RowMaker:
         rng, material = self._rng, self._corpus.material
         if is_long:
             longest = max(60, room - 80)
-            return tasks.lookup(rng, material, rng.randint(longest // 3, longest))
+            return lookup.lookup(rng, material, rng.randint(longest // 3, longest))
         return tasks.draw(rng, material, room - 80)
 
     def _text(self, row: TokenRows) -> TokenRows:
@@ -154,9 +154,9 @@ class RowMaker:
     def _recall(self, room: int) -> tuple[list[int], list[int]]:
         """Return a list and the same in another order, with only its values to be learned."""
         rng = self._rng
-        line = rng.choice(tasks.ENTRY_FORMATS)
+        line = rng.choice(lookup.ENTRY_FORMATS)
         num_tokens = rng.randint(20, max(40, room // 2 - 20))
-        table = tasks.entries(rng, int(num_tokens * tasks.CHARACTERS_PER_TOKEN), line)
+        table = lookup.entries(rng, int(num_tokens * lookup.CHARACTERS_PER_TOKEN), line)
         told = "\n".join(line.format(k=k, v=v) for k, v in table.items()) + "\n"
         pieces = [Piece(BOS + told, False)]
         for key in rng.sample(list(table), len(table)):

@@ -1,56 +1,14 @@
 """Generated conversations: copy, add, look up, call tools, write JSON, think."""
 
-import json
 import random
-import string
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 from models.tiny.training import vocabulary as vocab
-from models.tiny.training.render import Conversation, Tool, Turn
-from models.tiny.training.tools import CATALOGUE, argument
+from models.tiny.training.lookup import lookup
+from models.tiny.training.material import Material, code, converse, number, words
+from models.tiny.training.render import Conversation, Turn
+from models.tiny.training.structured import SYSTEM_LINES, call_tool, write_json
 
-THINKING_SHARE = 0.25
 HELD_OUT_ONE_IN = 23
-CHARACTERS_PER_TOKEN = 1.95  # of a list of entries, measured with the shipped tokenizer
-
-
-@dataclass(frozen=True)
-class Material:
-    """Question and answer pairs taken from the fetched text."""
-
-    chat: list[tuple[str, str]]
-    glosses: list[tuple[str, str]]
-
-
-def words(rng: random.Random, count: int) -> str:
-    """Draw `count` words."""
-    return " ".join(rng.choice(vocab.WORDS) for _ in range(count))
-
-
-def code(rng: random.Random, length: int) -> str:
-    """Draw a code of lower-case letters and digits."""
-    return "".join(rng.choice(string.ascii_lowercase + string.digits) for _ in range(length))
-
-
-def number(rng: random.Random) -> int:
-    """Draw a number of one to three digits, each length equally often."""
-    return rng.randint(0, 10 ** rng.randint(1, 3) - 1)
-
-
-def _conversation(
-    rng: random.Random,
-    turns: list[Turn],
-    thinking: bool | None = None,
-    *,
-    system: str = "",
-    tools: tuple[Tool, ...] = (),
-    response_format: dict[str, Any] | None = None,
-) -> Conversation:
-    thinks = rng.random() < THINKING_SHARE if thinking is None else thinking
-    effort = rng.choice((50, 75, 75, 75, 100)) if thinks else None
-    return Conversation(tuple(turns), system, tools, response_format, effort)
 
 
 # Copy
@@ -92,7 +50,7 @@ def copy_short(rng: random.Random) -> Conversation:
         text = _short_text(rng)
         request = rng.choice(COPY_REQUESTS).format(text=text)
         turns.append(Turn(request, text, f'The text is "{text}".'))
-    return _conversation(rng, turns)
+    return converse(rng, turns)
 
 
 def copy_long(rng: random.Random, num_words: int | None = None) -> Conversation:
@@ -109,7 +67,7 @@ def copy_long(rng: random.Random, num_words: int | None = None) -> Conversation:
     )
     text = " ".join(draw() for _ in range(count))
     request = rng.choice(COPY_REQUESTS).format(text=text)
-    return _conversation(rng, [Turn(request, text, "I copy the text.")])
+    return converse(rng, [Turn(request, text, "I copy the text.")])
 
 
 # Arithmetic
@@ -148,7 +106,7 @@ def add(rng: random.Random, held_out: bool = False) -> Conversation:
         turns.append(
             Turn(rng.choice(SUM_REQUESTS).format(a=a, b=b), str(a + b), f"{a} + {b} = {a + b}")
         )
-    return _conversation(rng, turns)
+    return converse(rng, turns)
 
 
 def subtract(rng: random.Random) -> Conversation:
@@ -157,177 +115,7 @@ def subtract(rng: random.Random) -> Conversation:
     for _ in range(rng.choice((1, 2, 4))):
         b, a = sorted((number(rng), number(rng)))
         turns.append(Turn(f"What is {a} - {b}?", str(a - b), f"{a} - {b} = {a - b}"))
-    return _conversation(rng, turns)
-
-
-# Look-up
-
-ENTRY_FORMATS = (
-    "{k}: {v}",
-    "{k}: {v}",
-    "{k} = {v}",
-    "- {k}: {v}",
-    "{k} -> {v}",
-    "The value of {k} is {v}.",
-)
-LIST_OPENINGS = ("Here is a list:\n", "Remember these entries:\n", "Read this:\n", "")
-LOOKUP_REQUESTS = (
-    'What is the value of "{k}"?',
-    'Give the value of "{k}".',
-    'Look up "{k}".',
-    'Value of "{k}"?',
-    "What is the value of {k}?",
-    "Look up {k}.",
-)
-
-
-def _entry(rng: random.Random) -> tuple[str, str]:
-    kind = rng.random()
-    if kind < 0.4:
-        key = words(rng, 1) + rng.choice("-_") + words(rng, 1)
-    else:
-        key = (
-            words(rng, 1) + str(rng.randint(0, 99)) if kind < 0.75 else code(rng, rng.randint(3, 6))
-        )
-    kind = rng.random()
-    if kind < 0.35:
-        return key, str(rng.randint(10, 9999))
-    if kind < 0.7:
-        return key, rng.choice((words(rng, 1), rng.choice(vocab.NAMES), rng.choice(vocab.CITIES)))
-    return key, words(rng, 2) if kind < 0.85 else code(rng, 5)
-
-
-def entries(rng: random.Random, num_characters: int, line: str) -> dict[str, str]:
-    """Draw entries with distinct keys until their lines fill `num_characters`."""
-    table: dict[str, str] = {}
-    length = 0
-    while length < num_characters:
-        key, value = _entry(rng)
-        if key not in table:
-            table[key] = value
-            length += len(line.format(k=key, v=value)) + 1
-    return table
-
-
-def _filler(rng: random.Random, material: Material, num_characters: float) -> str:
-    sentences: list[str] = []
-    length = 0
-    while length < num_characters:
-        word, gloss = rng.choice(material.glosses)
-        sentences.append(f"{word} is {gloss}.")
-        length += len(sentences[-1]) + 1
-    return " ".join(sentences)
-
-
-def lookup(
-    rng: random.Random, material: Material, num_tokens: int, num_questions: int | None = None
-) -> Conversation:
-    """Entries of about `num_tokens`, perhaps amid prose, and questions for their values."""
-    line = rng.choice(ENTRY_FORMATS)
-    num_characters = int(num_tokens * CHARACTERS_PER_TOKEN)
-    if rng.random() < 0.6:
-        table = entries(rng, num_characters, line)
-        body = "\n".join(line.format(k=k, v=v) for k, v in table.items())
-    else:
-        table = entries(rng, min(num_characters, rng.randint(60, 400)), line)
-        lines = [line.format(k=k, v=v) for k, v in table.items()]
-        spare = max(0, num_characters * 1.2 - sum(map(len, lines)))  # prose has longer tokens
-        cut = rng.random()
-        parts = (
-            _filler(rng, material, spare * cut),
-            *lines,
-            _filler(rng, material, spare * (1 - cut)),
-        )
-        body = "\n".join(part for part in parts if part)
-    keys = list(table)
-    turns: list[Turn] = []
-    for index in range(num_questions or rng.choice((1, 3, 6, 10))):
-        key = rng.choice(keys)
-        request = rng.choice(LOOKUP_REQUESTS).format(k=key)
-        if index == 0:
-            request = rng.choice(LIST_OPENINGS) + body + "\n\n" + request
-        answer = line.format(k=key, v=table[key]).removeprefix("- ")
-        turns.append(Turn(request, answer, f"I look for {key}."))
-    return _conversation(rng, turns)
-
-
-# Tools and JSON
-
-SYSTEM_LINES = ("", "", "", "You are a helpful assistant.", "You can use tools.")
-
-
-def call_tool(rng: random.Random) -> Conversation:
-    """A request for one of a few tools, sometimes with its result and a second request."""
-    offered = rng.sample(CATALOGUE, rng.choice((1, 2, 3, 3, 3, 4)))
-    turns: list[Turn] = []
-    for _ in range(rng.choice((1, 1, 2))):
-        tool, requests = rng.choice(offered)
-        arguments = {name: argument(rng, name, kind) for name, kind in tool.parameters.items()}
-        request = rng.choice(requests).format(**arguments)
-        turns.append(Turn(request, "", f"I call {tool.name}.", (tool, arguments)))
-        result = " ".join(
-            rng.choice((words(rng, 1), str(number(rng)))) for _ in range(rng.randint(1, 5))
-        )
-        turns.append(
-            Turn(result, f"The result is: {result}", "I have the result.", is_tool_result=True)
-        )
-    if rng.random() < 0.5:
-        turns.pop()
-    tools = tuple(tool for tool, _ in offered)
-    return _conversation(rng, turns, tools=tools, system=rng.choice(SYSTEM_LINES))
-
-
-FIELDS: dict[str, Callable[[random.Random], Any]] = {
-    "name": lambda rng: rng.choice(vocab.NAMES),
-    "age": lambda rng: rng.randint(1, 99),
-    "city": lambda rng: rng.choice(vocab.CITIES),
-    "color": lambda rng: rng.choice(vocab.COLORS),
-    "count": number,
-    "id": lambda rng: rng.randint(1, 999),
-    "title": lambda rng: words(rng, 2),
-    "price": lambda rng: rng.randint(1, 999),
-    "day": lambda rng: rng.choice(vocab.DAYS),
-    "month": lambda rng: rng.choice(vocab.MONTHS),
-    "code": lambda rng: code(rng, 5),
-    "animal": lambda rng: rng.choice(vocab.ANIMALS),
-    "language": lambda rng: rng.choice(vocab.LANGUAGES),
-    "active": lambda rng: rng.random() < 0.5,
-    "country": lambda rng: rng.choice(tuple(vocab.CAPITALS)),
-}
-JSON_REQUESTS = (
-    "Return a JSON object with the fields {names}: {data}.",
-    "Make JSON with {names} from this: {data}",
-    "Write {names} as a JSON object. {data}",
-    "Give me json with keys {names}. Data: {data}",
-)
-JSON_TYPES = {bool: "boolean", int: "integer", str: "string"}
-
-
-def write_json(rng: random.Random) -> Conversation:
-    """Fields named in prose, to be written as JSON; half of the requests carry a format."""
-    record = {name: FIELDS[name](rng) for name in rng.sample(list(FIELDS), rng.randint(1, 5))}
-    shown = [
-        (name, str(value).lower() if isinstance(value, bool) else value)
-        for name, value in record.items()
-    ]
-    if rng.random() < 0.3:
-        rng.shuffle(shown)
-    if rng.random() < 0.6:
-        data = ", ".join(f"{name} {value}" for name, value in shown)
-    else:
-        data = "; ".join(f"the {name} is {value}" for name, value in shown)
-    names = ", ".join(record)
-    request = rng.choice(JSON_REQUESTS).format(names=names, data=data)
-    kind = rng.random()
-    response_format: dict[str, Any] | None = None
-    if kind < 0.25:
-        response_format = {"type": "json_object"}
-    elif kind < 0.5:
-        properties = {name: {"type": JSON_TYPES[type(value)]} for name, value in record.items()}
-        schema = {"type": "object", "properties": properties, "required": list(record)}
-        response_format = {"name": "record", "schema": schema}
-    turn = Turn(request, json.dumps(record), f"The fields are {names}.")
-    return _conversation(rng, [turn], response_format=response_format)
+    return converse(rng, turns)
 
 
 # Thinking, questions, small transformations
@@ -367,7 +155,7 @@ def _extreme_age(rng: random.Random) -> Turn:
 def think(rng: random.Random) -> Conversation:
     """A question that needs a step between."""
     turn = rng.choice((_sum_of_three, _nth_word, _extreme_age))(rng)
-    return _conversation(rng, [turn], thinking=rng.random() < 0.9)
+    return converse(rng, [turn], thinking=rng.random() < 0.9)
 
 
 def _fact(rng: random.Random, material: Material) -> Turn:
@@ -399,7 +187,7 @@ def _fact(rng: random.Random, material: Material) -> Turn:
 def ask_fact(rng: random.Random, material: Material) -> Conversation:
     """Capitals, days, greetings and dictionary glosses."""
     turns = [_fact(rng, material) for _ in range(rng.randint(1, 4))]
-    return _conversation(rng, turns, system=rng.choice(SYSTEM_LINES[:4]))
+    return converse(rng, turns, system=rng.choice(SYSTEM_LINES[:4]))
 
 
 def transform(rng: random.Random) -> Conversation:
@@ -427,7 +215,7 @@ def transform(rng: random.Random) -> Conversation:
         stop = start + rng.randint(2, 15)
         counted = ", ".join(map(str, range(start, stop + 1)))
         turn = Turn(f"Count from {start} to {stop}.", counted, "I count.")
-    return _conversation(rng, [turn])
+    return converse(rng, [turn])
 
 
 def draw(rng: random.Random, material: Material, max_lookup_tokens: int) -> Conversation:

