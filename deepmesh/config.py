@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import tempfile
 import tomllib
 from pathlib import Path
@@ -99,6 +100,9 @@ class ExecutorConfig(Section, frozen=True):
     window_blocks: int = 0
     slots: int = 0  # 0: scheduler.max_rows + room for fences
     fake_step_ms: float = 0.0  # kind = "fake": how long a step takes
+    # Where the ranks of a group meet. Empty: in the run folder, on one machine. "tcp://HOST:PORT":
+    # rank 0 listens there, on a private network; {index} is the number of the scheduler.
+    group_address: str = ""
 
 
 class TelemetryConfig(Section, frozen=True):
@@ -161,6 +165,11 @@ class Config(Section, frozen=True):
     def scheduler_address(self, index: int) -> str:
         """Where scheduler `index` listens, for tokenizers and executors alike."""
         return self._at(self.scheduler.address, "scheduler", index)
+
+    def group_address(self, index: int) -> str:
+        """Where the executors of scheduler `index` meet: tcp://HOST:PORT, or a path's beginning."""
+        external = self.executor.group_address.replace("{index}", str(index))
+        return external or f"{self.mesh.run_dir}/group-{index}"
 
     def kvstore_address(self, index: int) -> str:
         """Where kvstore `index` listens, for schedulers, executors and tokenizers."""
@@ -278,6 +287,11 @@ def _check(config: Config) -> None:
             raise ConfigError(f"{key}: {value} is not between {low} and {high}")
     if 0 < config.kvstore.disk_bytes < MIN_DISK_BYTES:
         raise ConfigError(f"kvstore.disk_bytes: use 0 (off) or at least {MIN_DISK_BYTES}")
+    group_address = config.executor.group_address
+    if group_address and not re.fullmatch(r"tcp://[^/:\s]+:(\d+|\{index\})+", group_address):
+        raise ConfigError(f"executor.group_address: {group_address!r} is not tcp://HOST:PORT")
+    if group_address and config.scheduler.count > 1 and "{index}" not in group_address:
+        raise ConfigError("executor.group_address: with several schedulers it needs an {index}")
     for key in config.gateway.api_keys:
         if len(key) != 64 or not all(c in "0123456789abcdef" for c in key):
             raise ConfigError("gateway.api_keys: each entry is the SHA-256 hex digest of a key")

@@ -3,31 +3,47 @@
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, Store
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from kernels.comm.comm import ExchangeError
 
 POLL_S = 0.01
 CONNECT_S = 10.0
-LOOPBACK = "127.0.0.1"
+DIAL_S = 2.0
 
 
-class Rendezvous:
-    """A file per engine epoch that all ranks see: they run on one machine.
+class Rendezvous(ABC):
+    """Where the ranks meet. `ExpertGroup` asks once an epoch.
 
     The scheduler starts no step before every rank has loaded, and begins a new epoch whenever it
-    loses one. So a file only ever sees one process of each rank, and all come within moments.
+    loses one. So an epoch only ever sees one process of each rank, and all come within moments.
     """
 
-    def __init__(self, path: Path, *, rank: int, ranks: int) -> None:
-        """`path` is that of the files, but for the epoch at its end."""
+    def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
-        self._path = path
+
+    @abstractmethod
+    def _store(self, epoch: int) -> Store:
+        """What all ranks of this epoch read and write.
+
+        Raises:
+            RuntimeError: not there yet.
+        """
+
+    @abstractmethod
+    def _hostname(self) -> str:
+        """The address at which the others reach this rank; empty: that of the host's name."""
+
+    @abstractmethod
+    def finish(self, epoch: int) -> None:
+        """Every rank is connected: nobody needs the epoch's store, or an older one, any more."""
 
     def connect(
         self, epoch: int, stopped: threading.Event, patience_s: float
@@ -37,31 +53,101 @@ class Rendezvous:
         Raises:
             ExchangeError: `stopped` was set, or not all came within `patience_s`.
         """
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        store = FileStore(f"{self._path}-{epoch}", self.ranks)
-        store.set(f"rank{self.rank}", "1")
-        everyone = [f"rank{rank}" for rank in range(self.ranks)]
         deadline = time.monotonic() + patience_s
-        while not store.check(everyone):
+        everyone = [f"rank{rank}" for rank in range(self.ranks)]
+        store: Store | None = None
+        problem = "not all came"
+        while store is None or not store.check(everyone):
             if stopped.wait(POLL_S):
                 raise ExchangeError("the group has been given up")
             if time.monotonic() > deadline:
-                raise ExchangeError(f"not all {self.ranks} ranks were there in {patience_s:g} s")
-        return _Attempt(lambda: self._make_group(store)).result(stopped)
-
-    def finish(self, epoch: int) -> None:
-        """Every rank is connected: nobody needs this file, or an older one, any more."""
-        for file in self._path.parent.glob(f"{self._path.name}-*") if self.rank == 0 else ():
-            if int(file.name.rpartition("-")[2]) <= epoch:
-                file.unlink(missing_ok=True)
+                raise ExchangeError(f"{self.ranks} ranks, {patience_s:g} s: {problem}")
+            if store is None:
+                try:
+                    store = self._store(epoch)
+                    store.set(everyone[self.rank], "1")
+                except RuntimeError as error:
+                    store, problem = None, str(error).splitlines()[0]
+        return _Attempt(partial(self._make_group, store)).result(stopped)
 
     def _make_group(self, store: Store) -> dist.ProcessGroupGloo:
         # the only way to name the interface
         options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-        if not os.environ.get("GLOO_SOCKET_IFNAME"):
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+        options._devices = [self._device()]
         options._timeout = timedelta(seconds=CONNECT_S)
         return dist.ProcessGroupGloo(store, self.rank, self.ranks, options)
+
+    def _device(self) -> object:
+        interface, hostname = os.environ.get("GLOO_SOCKET_IFNAME", ""), self._hostname()
+        if interface:
+            return dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])
+        if hostname:
+            return dist.ProcessGroupGloo.create_device(hostname=hostname)
+        return dist.ProcessGroupGloo.create_default_device()
+
+
+class FileRendezvous(Rendezvous):
+    """The ranks run on one machine: a file for each epoch, and the loopback interface."""
+
+    def __init__(self, path: Path, *, rank: int, ranks: int) -> None:
+        """`path` is that of the files, but for the epoch at its end."""
+        super().__init__(rank, ranks)
+        self._path = path
+
+    def _store(self, epoch: int) -> Store:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        return FileStore(f"{self._path}-{epoch}", self.ranks)
+
+    def _hostname(self) -> str:
+        return "127.0.0.1"
+
+    def finish(self, epoch: int) -> None:
+        """Remove the files."""
+        for file in self._path.parent.glob(f"{self._path.name}-*") if self.rank == 0 else ():
+            if int(file.name.rpartition("-")[2]) <= epoch:
+                file.unlink(missing_ok=True)
+
+
+class TcpRendezvous(Rendezvous):
+    """Rank 0 listens at an address that all ranks know. Nobody is asked who he is: the network
+    between the ranks must be a private one.
+    """
+
+    def __init__(self, host: str, port: int, *, rank: int, ranks: int) -> None:
+        super().__init__(rank, ranks)
+        self._host, self._port = host, port
+        self._server: TCPStore | None = None  # rank 0: from the first epoch to its own end
+
+    def _store(self, epoch: int) -> Store:
+        store = self._server or self._open()
+        if self.rank == 0:
+            self._server = store
+        return PrefixStore(str(epoch), store)
+
+    def _open(self) -> TCPStore:
+        return TCPStore(
+            self._host,
+            self._port,
+            self.ranks,
+            is_master=self.rank == 0,
+            timeout=timedelta(seconds=DIAL_S),
+            wait_for_workers=False,
+        )
+
+    def finish(self, epoch: int) -> None:
+        """What is left are a few keys of each epoch, which goes with the server."""
+
+    def _hostname(self) -> str:
+        return "127.0.0.1" if self._host in ("127.0.0.1", "localhost") else ""
+
+
+def make_rendezvous(address: str, *, rank: int, ranks: int) -> Rendezvous:
+    """`address` is "tcp://HOST:PORT" or the beginning of a path (see Config.group_address)."""
+    scheme, _, rest = address.rpartition("://")
+    if scheme == "tcp":
+        host, _, port = rest.rpartition(":")
+        return TcpRendezvous(host, int(port), rank=rank, ranks=ranks)
+    return FileRendezvous(Path(address), rank=rank, ranks=ranks)
 
 
 class _Attempt:

@@ -20,7 +20,7 @@ from services.executor.kv_cache import KvCache
 from services.executor.model_config import ModelConfig
 from services.executor.models.outputs import StepOutput
 from services.executor.parallel import NO_EPOCH, ExpertGroup
-from services.executor.rendezvous import Rendezvous
+from services.executor.rendezvous import make_rendezvous
 from services.executor.sampler import SampleRow, sample
 from services.executor.slots import SlotTable
 from services.executor.weights import load_model
@@ -80,8 +80,8 @@ class ModelEngine:
     def _make_group(self, order: Load) -> ExpertGroup | None:
         if order.ranks == 1:
             return None
-        path = Path(self._config.mesh.run_dir) / f"group-{self._index}"
-        return ExpertGroup(Rendezvous(path, rank=order.rank, ranks=order.ranks))
+        address = self._config.group_address(self._index)
+        return ExpertGroup(make_rendezvous(address, rank=order.rank, ranks=order.ranks))
 
     def begin_epoch(self, engine_epoch: int) -> None:
         """Meet the other ranks anew with the first step of this epoch."""
