@@ -8,6 +8,7 @@ from deepmesh.config import SchedulerConfig
 from deepmesh.wire.messages import Capacity, Pool, ReplicaStats, StepResult, StepStatus, SubmitStep
 
 from .admission import Admission
+from .alignment import Alignment
 from .group import Group, StepRecord
 from .leases import RankMemory
 from .outbox import Outbox
@@ -76,6 +77,7 @@ class Engine:
             self.residency,
             self.watermark,
             self.admission,
+            Alignment(self.residency, waiting, geometry),
             prefix_cache=prefix_cache,
             max_unacked=max_unacked,
         )

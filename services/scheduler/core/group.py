@@ -70,20 +70,17 @@ class StepRecord:
         return sum(len(rank.index) for rank in self.ranks)
 
 
-def decide(decode_rows: list[int], decode_tokens: int, prefill_tokens: list[int]) -> Descriptor:
-    """The descriptor of a group step: a pure function of what every rank is about to run.
+def decide(rows: list[int], decode_tokens: list[int], prefill_tokens: list[int]) -> Descriptor:
+    """The descriptor of a group step: a pure function of what each rank is about to run.
 
-    `decode_tokens` is the width of a decode row; ranks without rows run a dummy of this shape.
+    Ranks without rows run a dummy of this shape.
     """
-    has_decode, has_prefill = any(decode_rows), any(prefill_tokens)
+    has_decode, has_prefill = any(decode_tokens), any(prefill_tokens)
     kind = StepKind.DECODE
     if has_prefill:
         kind = StepKind.MIXED if has_decode else StepKind.PREFILL
-    tokens = [
-        rows * decode_tokens + chunk
-        for rows, chunk in zip(decode_rows, prefill_tokens, strict=True)
-    ]
-    return Descriptor(kind=kind, padded_tokens=max(1, *tokens), padded_rows=max(1, *decode_rows))
+    tokens = [sum(pair) for pair in zip(decode_tokens, prefill_tokens, strict=True)]
+    return Descriptor(kind=kind, padded_tokens=max(1, *tokens), padded_rows=max(1, *rows))
 
 
 class Group:

@@ -43,18 +43,7 @@ class Packer:
         bounds = np.searchsorted(plan.decode, np.arange(group.ranks + 1) * self._slots)
         chunks = [[c for c in plan.prefill if c[0] // self._slots == rank] for rank in ranks]
         decode = [plan.decode[bounds[rank] : bounds[rank + 1]] for rank in ranks]
-        descriptor = decide(
-            [len(rows) for rows in decode],
-            self._residency.geometry.decode_width,
-            [sum(end - start for _, start, end in rows) for rows in chunks],
-        )
-        if self._residency.geometry.decode_width > 1:
-            most = max(len(rows) for rows in decode)
-            descriptor = replace(
-                descriptor,
-                n_draft_passes=self._residency.geometry.decode_width - 1,
-                verify_capacity=self._verify.choose(most),
-            )
+        descriptor = self._descriptor(decode, chunks)
         record = StepRecord(step_id, descriptor.kind, [], now, set(ranks))
         steps = [
             self._pack_rank(plan, record, descriptor, rank, decode[rank], chunks[rank])
@@ -62,6 +51,21 @@ class Packer:
         ]
         group.unresolved.append(record)
         return steps
+
+    def _descriptor(
+        self, decode: list[NDArray[np.intp]], chunks: list[list[tuple[int, int, int]]]
+    ) -> Descriptor:
+        width = self._residency.geometry.decode_width
+        descriptor = decide(
+            [len(rows) + len(more) for rows, more in zip(decode, chunks, strict=True)],
+            [len(rows) * width for rows in decode],
+            [sum(end - start for _, start, end in rows) for rows in chunks],
+        )
+        if width == 1:
+            return descriptor
+        most = max(len(rows) for rows in decode)
+        capacity = self._verify.choose(most)
+        return replace(descriptor, n_draft_passes=width - 1, verify_capacity=capacity)
 
     def _pack_rank(
         self,

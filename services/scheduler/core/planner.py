@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deepmesh.wire.messages import Pool
+from deepmesh.wire.messages import Pool, StepKind
 
 from .admission import Admission
+from .alignment import Alignment
 from .policy import chunk_end
 from .request import Phase, Request
 from .residency import Residency
@@ -40,6 +41,7 @@ class Planner:
         residency: Residency,
         watermark: Watermark,
         admission: Admission,
+        alignment: Alignment,
         *,
         prefix_cache: bool,
         max_unacked: int,
@@ -48,6 +50,7 @@ class Planner:
         self._table = residency.table
         self._watermark = watermark
         self._admission = admission
+        self._alignment = alignment
         self._prefix_cache = prefix_cache
         self._max_unacked = max_unacked
         self._ranks = len(residency.memories)
@@ -57,12 +60,20 @@ class Planner:
         """Rows for the next step, with everything that they will write leased."""
         plan = Plan(decode=np.empty(0, np.intp))
         self._watermark.keep()
-        self._choose_decode(plan)
-        self._choose_prefill(plan)
+        kind = self._alignment.choose()
+        if kind != StepKind.PREFILL:
+            self._choose_decode(plan)
+        if kind != StepKind.DECODE or plan.empty:
+            self._choose_prefill(plan)
+            self._admit(plan, now)
+        if kind == StepKind.PREFILL and plan.empty:
+            self._choose_decode(plan)  # no prefill found room: the step is not wasted
+        return plan
+
+    def _admit(self, plan: Plan, now: int) -> None:
         budgets = self._budgets(plan)
         while (request := self._admission.next(budgets, now)) is not None:
             self._add_chunk(plan, request, budgets)
-        return plan
 
     def _choose_decode(self, plan: Plan) -> None:
         table, geometry = self._table, self._geometry
