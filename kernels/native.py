@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ADDRESS, COUNT, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float  # argument types
@@ -23,6 +24,7 @@ _log = logging.getLogger(__name__)
 _KERNELS = Path(__file__).parent
 HEADERS = _KERNELS / "csrc"
 COMPILER = "g++"
+BUILDERS = 2  # compilers at once
 # No contraction: a fused multiply-add is where the source says so, so that all levels and
 # compilers round alike.
 FLAGS = (
@@ -60,6 +62,16 @@ def supported_levels() -> tuple[str, ...]:
     except OSError:
         pass
     return tuple(level for level, needs in _NEEDS.items() if needs <= flags)
+
+
+FAMILIES = tuple(sorted(source.stem for source in _KERNELS.glob("*/csrc/*.cpp")))
+
+
+def prepare(on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+    """Build what is not there yet: a minute's work of the first start, not of the first step."""
+    with ThreadPoolExecutor(BUILDERS) as builders:
+        for done, _ in enumerate(builders.map(library, FAMILIES), start=1):
+            on_progress(done, len(FAMILIES))
 
 
 @functools.cache
@@ -144,6 +156,7 @@ def _compile(compiler: str, flags: tuple[str, ...], source: Path, target: Path) 
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise BuildError(f"{' '.join(command)} failed:\n{done.stderr.strip()}")
+        os.chmod(partial, 0o755)
         os.replace(partial, target)
     finally:
         Path(partial).unlink(missing_ok=True)

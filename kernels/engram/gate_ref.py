@@ -4,6 +4,7 @@ from torch import Tensor
 
 from kernels.mhc.rms_norm_ref import rms_scale_ref
 from kernels.quant.pointwise_ref import sigmoid_ref
+from kernels.quant.rounding_ref import round_bf16_ref
 
 
 def engram_gate_ref(
@@ -13,3 +14,8 @@ def engram_gate_ref(
     dot = dot * rms_scale_ref(streams, eps).squeeze(-1) * rms_scale_ref(keys, eps).squeeze(-1)
     dot = dot.mul_(streams.shape[-1] ** -0.5)
     return sigmoid_ref(dot.abs().clamp_min_(1e-6).sqrt_().copysign_(dot))
+
+
+def add_gated_ref(streams: Tensor, gates: Tensor, value: Tensor, bf16: bool) -> Tensor:
+    out = streams + gates.unsqueeze(2) * value.unsqueeze(1)
+    return round_bf16_ref(out) if bf16 else out

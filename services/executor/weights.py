@@ -1,12 +1,14 @@
 """Released checkpoint layout -> `ModelWeights`; `load_model` is the way in."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from kernels import native
 from kernels.comm.comm import Exchange
 from kernels.engram.constants import hash_multipliers, table_primes
 from kernels.quant.linear import LinearWeight, join_groups, pack_linear
@@ -54,8 +56,13 @@ def load_model(
     """
     folder = Path(path)
     config = load_config(folder)
+    native.prepare(partial(progress or _silent, "kernels"))
     weights = load_weights(folder, config, rank=rank, ranks=ranks, progress=progress)
     return DeepseekV41(config, weights, numerics, exchange)
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    """Progress that nobody watches."""
 
 
 def load_weights(
@@ -75,7 +82,7 @@ def load_weights(
         )
     stored = read_headers(folder)
     check_tensors(tensor_specs(config), stored)
-    return _Reader(stored, config, rank, ranks, progress or (lambda *_: None)).model(folder)
+    return _Reader(stored, config, rank, ranks, progress or _silent).model(folder)
 
 
 class _Reader:

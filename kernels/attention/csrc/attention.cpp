@@ -99,7 +99,12 @@ INLINE void dot_rows(const F* queries, const float* const* rows, int64_t dim, F*
 }
 static void dot_all(const F* queries, const float* const* rows, int64_t count, int64_t dim, F* to) {
     int64_t r = 0;
-    for (; r + 8 <= count; r += 8) dot_rows<8>(queries, rows + r, dim, to + r);
+    for (; r + 8 <= count; r += 8) {
+        // The next rows lie anywhere: fetch them while these are multiplied.
+        for (int64_t next = r + 8; next < std::min(r + 16, count); next++)
+            for (int64_t d = 0; d < dim; d += LANES) __builtin_prefetch(rows[next] + d);
+        dot_rows<8>(queries, rows + r, dim, to + r);
+    }
     for (; r + 2 <= count; r += 2) dot_rows<2>(queries, rows + r, dim, to + r);
     if (r < count) dot_rows<1>(queries, rows + r, dim, to + r);
 }

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.engram.gate import engram_gate
+from kernels.engram.gate import add_gated, engram_gate
 from kernels.engram.gather import gather_rows
 from kernels.engram.hash import ngram_rows
 from services.executor.batch import StepBatch
@@ -34,11 +34,11 @@ class Engram:
         found = gather_rows(weights.table, weights.scales, rows)
         both = self._num.fp8_linear(found, weights.kv)
         keys, value = both.split((hc * self._config.hidden_size, self._config.hidden_size), 1)
-        keys = keys.contiguous().unflatten(1, (hc, -1))
+        keys = keys.unflatten(1, (hc, -1))
         gate = engram_gate(
             streams, keys, weights.q_weight, weights.k_weight, self._config.rms_norm_eps
         )
-        return self._num.act(streams + gate.unsqueeze(2) * value.unsqueeze(1))
+        return add_gated(streams, gate, value, bf16=self._num.bf16)
 
 
 def last_compressed_ids(batch: StepBatch, table: Tensor, row_of: Tensor, order: int) -> Tensor:
