@@ -82,6 +82,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--documents", type=int, default=60)
     parser.add_argument("--text-rows", type=int, default=16)
+    parser.add_argument("--only", nargs="*", help="measure these figures alone")
     options = parser.parse_args()
     corpus = Corpus(options.data)
     config, values = export.read(options.model)
@@ -94,6 +95,8 @@ def main() -> None:
     figures: dict[str, Any] = {}
 
     def record(name: str, measure: Callable[[], dict[str, Any]]) -> None:
+        if options.only and name not in options.only:
+            return
         figures[name] = measure()
         print(name, figures[name], flush=True)
         options.out.write_text(json.dumps(figures, indent=1) + "\n")

@@ -137,7 +137,8 @@ def main() -> None:
             entry: dict[str, Any] = {"kind": question.kind} | question.conversation.chat_request()
             turn = question.conversation.turns[-1]
             if turn.call:
-                entry["expected"] = {"name": turn.call[0].name, "arguments": turn.call[1]}
+                call = {"name": turn.call[0].name, "arguments": turn.call[1]}
+                entry["expected"] = json.dumps(call)
             else:
                 entry["expected"] = expected
             known.append(entry)
