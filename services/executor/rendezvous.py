@@ -56,18 +56,21 @@ class Rendezvous(ABC):
         deadline = time.monotonic() + patience_s
         everyone = [f"rank{rank}" for rank in range(self.ranks)]
         store: Store | None = None
-        problem = "not all came"
-        while store is None or not store.check(everyone):
+        problem = ""
+        while True:
+            try:
+                if store is None:
+                    store = self._store(epoch)
+                    store.set(everyone[self.rank], "1")
+                    problem = "not all came"
+                if store.check(everyone):
+                    break
+            except RuntimeError as error:  # not there yet, or gone with a process that died
+                store, problem = None, str(error).splitlines()[0]
             if stopped.wait(POLL_S):
                 raise ExchangeError("the group has been given up")
             if time.monotonic() > deadline:
                 raise ExchangeError(f"{self.ranks} ranks, {patience_s:g} s: {problem}")
-            if store is None:
-                try:
-                    store = self._store(epoch)
-                    store.set(everyone[self.rank], "1")
-                except RuntimeError as error:
-                    store, problem = None, str(error).splitlines()[0]
         return _Attempt(partial(self._make_group, store)).result(stopped)
 
     def _make_group(self, store: Store) -> dist.ProcessGroupGloo:
