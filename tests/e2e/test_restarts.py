@@ -1,8 +1,11 @@
-"""A process behind the gateway is killed in the middle of a stream: the same text comes out."""
+"""A process behind the gateway is killed or hangs in mid-stream: the same text comes out."""
 
-from collections.abc import Iterator
+import signal
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from deepmesh.client import Client
@@ -11,7 +14,7 @@ from deepmesh.supervisor import Mesh
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_TOKENS = 60
-KILL_AFTER = 20  # pieces of text
+DISTURB_AFTER = 20  # pieces of text
 
 
 @pytest.fixture(scope="module")
@@ -21,14 +24,14 @@ def fake_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     path.write_text(
         f'[mesh]\nname = "restarts"\nrun_dir = "{folder}/run"\nmodel = "{ROOT}/models/tiny"\n'
         '[gateway]\nport = 0\n[executor]\nkind = "fake"\nfake_step_ms = 5.0\n'
-        "[supervisor]\nbackoff_s = 0.1\n"
+        "[supervisor]\nbackoff_s = 0.1\n[links]\nheartbeat_s = 0.2\ntimeout_s = 1.5\n"
     )
     with Mesh(path) as mesh:
         yield mesh
 
 
-def stream(mesh: Mesh, *, kill: str = "") -> tuple[str, str]:
-    """The text of an answer and why it ended; `kill` dies on the way and is back at the end."""
+def stream(mesh: Mesh, disturb: Callable[[], None] = lambda: None) -> tuple[str, str]:
+    """The text of an answer and why it ended; `disturb` is called on the way."""
     messages: list[dict[str, object]] = [{"role": "user", "content": "Tell me about the river."}]
     fields: dict[str, object] = {
         "model": mesh.config.served_model,
@@ -39,20 +42,25 @@ def stream(mesh: Mesh, *, kill: str = "") -> tuple[str, str]:
         "thinking": {"type": "disabled"},
     }
     pieces: list[str] = []
-    old_pid = 0
     with Client(mesh.url, timeout_s=60) as client:
         for event in client.stream_chat(messages, fields):
             if event.kind == "finish":
-                break
+                return "".join(pieces), event.text
             pieces.append(event.text)
-            if kill and len(pieces) == KILL_AFTER:
-                old_pid = mesh.kill(kill)
-        else:
-            raise AssertionError("the stream ended without a reason")
-    if kill:
-        assert old_pid
-        mesh.wait_restarted(kill, old_pid)
-    return "".join(pieces), event.text
+            if len(pieces) == DISTURB_AFTER:
+                disturb()
+    raise AssertionError("the stream ended without a reason")
+
+
+def serves(mesh: Mesh) -> bool:
+    """A tokenizer with a ready replica is linked."""
+    return httpx.get(mesh.url + "/ready", timeout=10).status_code == 200
+
+
+def wait_until(holds: Callable[[], bool], timeout_s: float = 20) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline
 
 
 @pytest.mark.parametrize("name", ["tokenizer-0", "scheduler-0", "executor-0-0"])
@@ -60,7 +68,23 @@ def test_a_killed_process_changes_no_text(fake_mesh: Mesh, name: str) -> None:
     undisturbed = stream(fake_mesh)
     assert undisturbed[1] == "length"
     others = {n: pid for n, pid in fake_mesh.pids.items() if n != name}
-    assert stream(fake_mesh, kill=name) == undisturbed
+    old_pids: list[int] = []
+    assert stream(fake_mesh, lambda: old_pids.append(fake_mesh.kill(name))) == undisturbed
+    assert old_pids[0]
+    fake_mesh.wait_restarted(name, old_pids[0])
     assert {n: pid for n, pid in fake_mesh.pids.items() if n != name} == others, tail(
         fake_mesh.run_dir / "logs" / f"{name}.log", 20
     )
+
+
+@pytest.mark.parametrize("name", ["tokenizer-0", "scheduler-0", "executor-0-0"])
+def test_a_process_that_hangs_and_comes_back_changes_no_text(fake_mesh: Mesh, name: str) -> None:
+    undisturbed = stream(fake_mesh)
+
+    def hang() -> None:
+        fake_mesh.kill(name, signal.SIGSTOP)
+        wait_until(lambda: not serves(fake_mesh))  # its peers have given it up
+        fake_mesh.kill(name, signal.SIGCONT)
+
+    assert stream(fake_mesh, hang) == undisturbed
+    wait_until(lambda: serves(fake_mesh))

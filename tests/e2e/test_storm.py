@@ -12,13 +12,14 @@ import pytest
 from deepmesh.supervisor import Mesh
 from deepmesh.wire import messages as m
 from deepmesh.wire.packed import pack_ids
+from tests.e2e.conftest import RunningMesh
 from tests.e2e.wire_client import Answer, WireClient
 from tests.tiny import VOCAB_SIZE
 
 NUM_REQUESTS = 200
 NUM_ALONE = 20  # of them are run again, one at a time
 MIN_PREEMPTIONS = 50
-HTTP_LENGTHS = [3, 59, 61, 62, 63, 126]
+HTTP_LENGTHS = [50, 59, 61, 62, 63, 126]
 CONFIG = """
 [mesh]
 name = "storm"
@@ -31,7 +32,7 @@ max_rows = 24
 step_tokens = 512
 audit = true
 [executor]
-global_blocks = 22
+global_blocks = 14
 window_blocks = 60
 """
 
@@ -70,7 +71,7 @@ def storm(seed: int) -> list[m.Generate]:
                 prompt_len=prompt_len,
                 sampling=m.SamplingParams(temperature=rng.choice([0.0, 0.7, 1.0]), top_p=0.95),
                 seed=n,
-                max_tokens=rng.choice([8, 20, 40, 60]),
+                max_tokens=rng.choice([8, 40, 70, 90]),
                 n_logprobs=0,
             )
         )
@@ -160,7 +161,7 @@ def http_storm(seed: int) -> list[dict[str, object]]:
             "prompt": [
                 rng.randrange(20, VOCAB_SIZE) for _ in range(rng.choice([3, 59, 61, 62, 126]))
             ],
-            "max_tokens": rng.choice([4, 12, 24]),
+            "max_tokens": rng.choice([8, 16, 32]),
             "temperature": rng.choice([0.0, 0.8]),
             "seed": n,
             "ignore_eos": True,
@@ -188,7 +189,11 @@ def test_200_http_streams_at_once_end_once_each_with_the_text_they_have_alone(me
             alone = [await ask(client, {**b, "cache_salt": "x"}, None) for b in bodies[::step]]
         return together, alone
 
+    running = RunningMesh(mesh, mesh.run_dir / "mesh.toml")
+    before = running.total("deepmesh_preemptions_total")
     together, alone = asyncio.run(scenario())
+    running.wait_idle()
+    assert running.total("deepmesh_preemptions_total") - before >= MIN_PREEMPTIONS
     assert [s.num_ends for s in together] == [0 if s.hung_up else 1 for s in together]
     assert sum(s.hung_up for s in together) >= 20
     for storm_stream, lone in zip(together[:: NUM_REQUESTS // NUM_ALONE], alone, strict=True):
@@ -196,3 +201,22 @@ def test_200_http_streams_at_once_end_once_each_with_the_text_they_have_alone(me
         assert storm_stream.logprobs == lone.logprobs[:n]
         assert lone.text.startswith(storm_stream.text)
         assert storm_stream.hung_up or n == len(lone.logprobs)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": [20] * 1500}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a b " * 750}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a b " * 750}]}),
+    ],
+)
+def test_a_prompt_that_the_pools_can_never_hold_is_refused_at_once(
+    mesh: Mesh, path: str, fields: dict[str, object]
+) -> None:
+    body = {"model": "tiny", "max_tokens": 4, **fields}
+    answer = httpx.post(mesh.url + path, json=body, timeout=20)
+    assert answer.status_code == 400, answer.text
+    named = "prompt" if "prompt" in fields else "messages"
+    assert named in json.dumps(answer.json()["error"])
+    RunningMesh(mesh, mesh.run_dir / "mesh.toml").wait_idle()

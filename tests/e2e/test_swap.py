@@ -4,29 +4,88 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from deepmesh.client import Client
+from deepmesh.config import load_config
+from deepmesh.gateway_address import with_free_port
 from deepmesh.supervisor import Mesh
 
 ROOT = Path(__file__).resolve().parents[2]
+ALL = ["executor-0-0", "gateway-0", "router-0", "scheduler-0", "tokenizer-0"]
+
+
+def write_config(folder: Path, sections: dict[str, str]) -> Path:
+    """A small mesh with a router; `sections` are further lines of some tables."""
+    path = folder / "mesh.toml"
+    tables = {
+        "mesh": f'name = "swap"\nrun_dir = "{folder}/run"\nmodel = "{ROOT}/models/tiny"',
+        "gateway": "port = 0",
+        "router": "count = 1",
+        "executor": 'kind = "fake"',
+        "tokenizer": "",
+        "scheduler": "",
+    }
+    lines = [f"[{name}]\n{text}\n{sections.get(name, '')}\n" for name, text in tables.items()]
+    path.write_text("".join(lines))
+    return path
+
+
+def chat(url: str) -> tuple[str, str]:
+    """A text and why it ended."""
+    messages: list[dict[str, object]] = [{"role": "user", "content": "Hello"}]
+    fields: dict[str, object] = {"model": "tiny", "max_tokens": 9, "ignore_eos": True}
+    with Client(url, timeout_s=30) as client:
+        events = list(client.stream_chat(messages, fields))
+    assert events[-1].kind == "finish"
+    return "".join(event.text for event in events[:-1]), events[-1].text
 
 
 def test_a_tokenizer_served_alone_takes_the_place_of_the_mesh_s_own(tmp_path: Path) -> None:
-    path = tmp_path / "mesh.toml"
-    path.write_text(
-        f'[mesh]\nname = "swap"\nrun_dir = "{tmp_path}/run"\nmodel = "{ROOT}/models/tiny"\n'
-        f'[gateway]\nport = 0\n[tokenizer]\naddress = "ipc://{tmp_path}/mine.sock"\n'
-        '[executor]\nkind = "fake"\n'
-    )
+    path = write_config(tmp_path, {"tokenizer": f'address = "ipc://{tmp_path}/mine.sock"'})
     argv = [sys.executable, "-m", "deepmesh.cli", "serve", "tokenizer", "--config", str(path)]
     log = (tmp_path / "mine.log").open("wb")
     with log, subprocess.Popen(argv, stdout=log, stderr=log) as mine:
         try:
-            with Mesh(path) as mesh, Client(mesh.url, timeout_s=30) as client:
-                assert sorted(mesh.pids) == ["executor-0-0", "gateway-0", "scheduler-0"]
-                messages: list[dict[str, object]] = [{"role": "user", "content": "Hello"}]
-                fields: dict[str, object] = {"model": "tiny", "max_tokens": 5, "ignore_eos": True}
-                events = list(client.stream_chat(messages, fields))
-            assert (events[-1].kind, events[-1].text) == ("finish", "length")
+            with Mesh(path) as mesh:
+                assert sorted(mesh.pids) == [name for name in ALL if name != "tokenizer-0"]
+                assert chat(mesh.url)[1] == "length"
         finally:
             mine.terminate()
     assert mine.returncode == 0, (tmp_path / "mine.log").read_text()
+
+
+@pytest.mark.parametrize("service", ["tokenizer", "scheduler", "executor", "router", "gateway"])
+def test_a_foreign_program_takes_the_place_of_any_service(tmp_path: Path, service: str) -> None:
+    mine = f"ipc://{tmp_path}/mine.sock"
+    (tmp_path / "run").mkdir()
+    if service == "gateway":
+        port = with_free_port(load_config(write_config(tmp_path, {}))).gateway.port
+        mine = f"http://127.0.0.1:{port}"
+    sections = {service: f'address = "{mine}"'}
+    if service == "scheduler":  # it makes up tokens itself
+        sections["executor"] = 'address = "none"'
+    path = write_config(tmp_path, sections)
+    config = load_config(path)
+    dials = {
+        "gateway": config.tokenizer_address(0),
+        "tokenizer": config.scheduler_address(0),
+        "router": config.scheduler_address(0),
+        "executor": config.scheduler_address(0),
+        "scheduler": "",
+    }
+    argv = [sys.executable, str(ROOT / f"tests/contract/stubs/{service}.py")]
+    argv += ["--listen", mine] if service != "executor" else []
+    argv += ["--dial", dials[service]] if dials[service] else []
+    log = (tmp_path / "mine.log").open("wb")
+    with log, subprocess.Popen(argv, stdout=log, stderr=log) as foreign:
+        try:
+            with Mesh(path) as mesh:
+                left_out = {f"{service}-0", f"{service}-0-0"}
+                left_out |= {"executor-0-0"} if service == "scheduler" else set()
+                assert sorted(mesh.pids) == [name for name in ALL if name not in left_out]
+                text, reason = chat(mesh.url)
+            assert foreign.poll() is None, (tmp_path / "mine.log").read_text()
+        finally:
+            foreign.kill()
+    assert (len(text) > 0, reason) == (True, "length")
