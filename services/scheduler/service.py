@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import threading
 import time
 
 from deepmesh.config import Config
@@ -67,15 +66,11 @@ class SchedulerService:
         self.inbox = Inbox(self.listener)
         self._traces = Traces(tracer)
         self._stops = self._stops_taken = 0
-        self._life = threading.RLock()  # a signal handler may come while this thread holds it
-        self._open = True
 
     def stop(self) -> None:
         """Drain; asked again, end at once. Safe from signal handlers and other threads."""
         self._stops += 1
-        with self._life:  # once the inbox is closed, its descriptor may be another's
-            if self._open:
-                self.inbox.wake()
+        self.inbox.wake()
 
     def run(self) -> None:
         """Serve until drained.
@@ -90,8 +85,6 @@ class SchedulerService:
                 self._turn(self.core.idle_for())
             self._say_last_words()
         finally:
-            with self._life:
-                self._open = False
             self.inbox.close()
 
     # ------------------------------------------------------------ the loop

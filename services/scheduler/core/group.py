@@ -44,7 +44,20 @@ class RankStep:
     is_prefill: NDArray[np.bool_]
     num_logprobs: NDArray[np.int64]
     captures: list[Capture] = field(default_factory=list[Capture])
-    canceled: set[int] = field(default_factory=set[int])
+
+    def part(self, start: int, end: int) -> "RankStep":
+        """The rows from `start` to `end`; captures belong to a rank and are added to it."""
+        return RankStep(
+            index=self.index[start:end],
+            rid=self.rid[start:end],
+            epoch=self.epoch[start:end],
+            gen=self.gen[start:end],
+            q=self.q[start:end],
+            least=self.least[start:end],
+            sampled=self.sampled[start:end],
+            is_prefill=self.is_prefill[start:end],
+            num_logprobs=self.num_logprobs[start:end],
+        )
 
     @property
     def num_tokens(self) -> int:

@@ -1,5 +1,7 @@
 """Turns a plan into the step record and one SubmitStep per rank, and moves the columns along."""
 
+from itertools import pairwise
+
 import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
@@ -38,52 +40,110 @@ class Packer:
 
     def pack(self, plan: Plan, now: int) -> list[SubmitStep]:
         """Submit a plan: record it, and build every rank's part."""
-        group, ranks = self._group, range(self._group.ranks)
+        group = self._group
         step_id = group.next_step_id()
-        bounds = np.searchsorted(plan.decode, np.arange(group.ranks + 1) * self._slots)
-        chunks = [[c for c in plan.prefill if c[0] // self._slots == rank] for rank in ranks]
-        decode = [plan.decode[bounds[rank] : bounds[rank + 1]] for rank in ranks]
-        descriptor = self._descriptor(decode, chunks)
-        record = StepRecord(step_id, descriptor.kind, [], now, set(ranks))
-        steps = [
-            self._pack_rank(plan, record, descriptor, rank, decode[rank], chunks[rank])
-            for rank in ranks
-        ]
+        rows = self._contributions(plan)
+        ranks = rows.index // self._slots
+        bounds = np.searchsorted(ranks, np.arange(group.ranks + 1)).tolist()
+        packed = self._row_array(rows)
+        self._count(rows, step_id)
+        parts = [rows.part(a, b) for a, b in pairwise(bounds)]
+        descriptor = self._descriptor(parts)
+        record = StepRecord(step_id, descriptor.kind, parts, now, set(range(group.ranks)))
         group.unresolved.append(record)
-        return steps
+        return [
+            self._submit(plan, record, descriptor, rank, packed[a:b])
+            for rank, (a, b) in enumerate(pairwise(bounds))
+        ]
 
-    def _descriptor(
-        self, decode: list[NDArray[np.intp]], chunks: list[list[tuple[int, int, int]]]
-    ) -> Descriptor:
+    def _contributions(self, plan: Plan) -> RankStep:
+        """The rows of all ranks in rank order, decode before prefill, with what each adds."""
+        table = self._table
+        index = np.concatenate([plan.decode, np.array([c[0] for c in plan.prefill], np.intp)])
+        ends = np.array([end for _, _, end in plan.prefill], np.int64)
+        starts = np.array([start for _, start, _ in plan.prefill], np.int64)
+        width, num_decode = self._residency.geometry.decode_width, len(plan.decode)
+        q = np.concatenate([np.full(num_decode, width, np.int64), ends - starts])
+        is_prefill = np.arange(len(index)) >= num_decode
+        sampled = np.ones(len(index), np.int64)
+        sampled[num_decode:] = ends == table.target[index[num_decode:]]
+        if plan.prefill:
+            order = np.lexsort((is_prefill, index // self._slots))
+            index, q, is_prefill, sampled = (
+                index[order],
+                q[order],
+                is_prefill[order],
+                sampled[order],
+            )
+        # A row that misses its mask samples nothing, and its last position waits for a retry.
+        least = np.where(is_prefill, q, 1) - table.grammar[index] * sampled
+        return RankStep(
+            index=index,
+            rid=table.rid[index],
+            epoch=table.epoch[index],
+            gen=table.gen[index],
+            q=q,
+            least=least,
+            sampled=sampled,
+            is_prefill=is_prefill,
+            num_logprobs=table.num_logprobs[index],
+        )
+
+    def _row_array(self, part: RankStep) -> NDArray[np.void]:
+        """The rows as they go over the wire."""
+        table, index, is_prefill = self._table, part.index, part.is_prefill
+        is_verify = self._residency.geometry.decode_width > 1
+        decode_mode = RowMode.VERIFY if is_verify else RowMode.DECODE
+        rows = np.zeros(len(index), ROW)
+        rows["rid"], rows["epoch"], rows["gen"] = part.rid, part.epoch, part.gen
+        rows["slot"] = index % self._slots
+        rows["mode"] = np.where(is_prefill, RowMode.PREFILL, decode_mode)
+        rows["source"] = np.where(is_prefill, RowSource.HOST, RowSource.DEVICE)
+        rows["sample"] = part.sampled
+        rows["grammar"] = table.grammar[index] * part.sampled
+        rows["producer_step"] = np.where(is_prefill, 0, table.producer[index])
+        # With drafts the first position is known only as a range: C plus the least advance.
+        rows["start_lo"] = table.confirmed_kv[index] + table.inflight_min[index]
+        rows["start_hi"] = table.confirmed_kv[index] + table.inflight_q[index]
+        rows["q"] = part.q
+        return rows
+
+    def _count(self, part: RankStep, step_id: int) -> None:
+        """The rows are in flight from here on."""
+        table, index = self._table, part.index
+        table.inflight_q[index] += part.q
+        table.inflight_min[index] += part.least
+        table.inflight_rows[index] += 1
+        table.inflight_tokens[index] += part.sampled
+        table.producer[index] = step_id
+        table.phase[index[part.is_prefill & (part.sampled > 0)]] = Phase.DECODE
+
+    def _descriptor(self, parts: list[RankStep]) -> Descriptor:
         width = self._residency.geometry.decode_width
+        decodes = [int(np.count_nonzero(~part.is_prefill)) for part in parts]
         descriptor = decide(
-            [len(rows) + len(more) for rows, more in zip(decode, chunks, strict=True)],
-            [len(rows) * width for rows in decode],
-            [sum(end - start for _, start, end in rows) for rows in chunks],
+            [len(part.index) for part in parts],
+            [rows * width for rows in decodes],
+            [int(part.q[part.is_prefill].sum()) for part in parts],
         )
         if width == 1:
             return descriptor
-        most = max(len(rows) for rows in decode)
-        capacity = self._verify.choose(most)
+        capacity = self._verify.choose(max(decodes))
         return replace(descriptor, n_draft_passes=width - 1, verify_capacity=capacity)
 
-    def _pack_rank(
+    def _submit(
         self,
         plan: Plan,
         record: StepRecord,
         descriptor: Descriptor,
         rank: int,
-        decode: NDArray[np.intp],
-        chunks: list[tuple[int, int, int]],
+        rows: NDArray[np.void],
     ) -> SubmitStep:
-        index = np.concatenate([decode, np.array([c[0] for c in chunks], np.intp)])
-        rows = self._rows(record, rank, index, len(decode), chunks)
-        rank_step = record.ranks[-1]
-        init, ops = self._inits(index, record.step_id)
-        blocks = self._blocks(index)
-        for capture in self._captures(plan, index, rank):
-            rank_step.captures.append(capture)
-            source = int(self._table.state[index[capture.row]])
+        part = record.ranks[rank]
+        init, ops = self._inits(part.index, record.step_id)
+        for capture in self._captures(plan, part.index, rank):
+            part.captures.append(capture)
+            source = int(self._table.state[part.index[capture.row]])
             ops.append(self._copy(source, capture.state_block, after=True))
         closes, self._residency.closes[rank] = self._residency.closes[rank], []
         cancels, self._residency.cancels[rank] = self._residency.cancels[rank], []
@@ -93,68 +153,14 @@ class Packer:
             group_step=group_step_of(record.step_id),
             group_epoch=self._group.group_epoch,
             descriptor=descriptor,
-            rows=rows if len(index) else _dummy_row(),
+            rows=rows.tobytes() if len(rows) else _dummy_row(),
             init=init,
-            blocks=blocks,
+            blocks=self._blocks(part.index),
             ops=ops,
             close=np.array(closes, SLOT).tobytes() if closes else b"",
             cancel=np.array(cancels, CANCEL).tobytes() if cancels else b"",
             applied=self._group.applied[rank],
         )
-
-    def _rows(
-        self,
-        record: StepRecord,
-        rank: int,
-        index: NDArray[np.intp],
-        num_decode: int,
-        chunks: list[tuple[int, int, int]],
-    ) -> bytes:
-        table = self._table
-        q = np.full(len(index), self._residency.geometry.decode_width, np.int64)
-        sampled = np.ones(len(index), np.int64)
-        start = table.confirmed_kv[index] + table.inflight_q[index]
-        for at, (i, begin, end) in enumerate(chunks, num_decode):
-            q[at] = end - begin
-            sampled[at] = end == table.target[i]
-        is_prefill = np.arange(len(index)) >= num_decode
-        # A row that misses its mask samples nothing, and its last position waits for a retry.
-        least = np.where(is_prefill, q, 1) - table.grammar[index] * sampled
-        decode_mode = (
-            RowMode.VERIFY if self._residency.geometry.decode_width > 1 else RowMode.DECODE
-        )
-        rows = np.zeros(len(index), ROW)
-        rows["rid"], rows["epoch"] = table.rid[index], table.epoch[index]
-        rows["slot"], rows["gen"] = index - rank * self._slots, table.gen[index]
-        rows["mode"] = np.where(is_prefill, RowMode.PREFILL, decode_mode)
-        rows["source"] = np.where(is_prefill, RowSource.HOST, RowSource.DEVICE)
-        rows["sample"] = sampled
-        rows["grammar"] = table.grammar[index] * sampled
-        rows["producer_step"] = np.where(is_prefill, 0, table.producer[index])
-        # With drafts the first position is known only as a range: C plus the least advance.
-        rows["start_lo"] = table.confirmed_kv[index] + table.inflight_min[index]
-        rows["start_hi"], rows["q"] = start, q
-        record.ranks.append(
-            RankStep(
-                index=index,
-                rid=table.rid[index],
-                epoch=table.epoch[index],
-                gen=table.gen[index],
-                q=q,
-                least=least,
-                sampled=sampled,
-                is_prefill=is_prefill,
-                num_logprobs=table.num_logprobs[index],
-            )
-        )
-        table.inflight_q[index] += q
-        table.inflight_min[index] += least
-        table.inflight_rows[index] += 1
-        table.inflight_tokens[index] += sampled
-        table.producer[index] = record.step_id
-        last = index[num_decode:][sampled[num_decode:] > 0]
-        table.phase[last] = Phase.DECODE
-        return rows.tobytes()
 
     def _inits(self, index: NDArray[np.intp], step_id: int) -> tuple[list[SlotInit], list[BlockOp]]:
         table = self._table
