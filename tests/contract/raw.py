@@ -70,7 +70,12 @@ def read(array: Sequence[Any], name: str = "") -> SimpleNamespace:
 
 def pack(seq: int, message: object, *, major: int = 1) -> list[bytes]:
     """Header and payload."""
-    return [msgpack.packb([major, seq, time.time_ns()]), msgpack.packb(message)]
+    return [packed([major, seq, time.time_ns()]), packed(message)]
+
+
+def packed(value: object) -> bytes:
+    """As MessagePack."""
+    return msgpack.packb(value) or b""
 
 
 class Wire:
@@ -98,7 +103,7 @@ class Wire:
         poller = zmq.Poller()
         for end in self.ends:
             poller.register(end.socket, zmq.POLLIN)
-        ready = dict(poller.poll(1000 * timeout_s))
+        ready = dict(poller.poll(int(1000 * timeout_s)))
         for end in list(self.ends):
             if end.socket in ready:
                 end.drain()

@@ -88,7 +88,8 @@ def _argv(service: str, kind: str, folder: Path, made: Target, extra: str) -> li
     config.write_text(
         f'[mesh]\nrun_dir = "{folder}"\nmodel = "{ROOT}/models/tiny"\n'
         f'[gateway]\nport = {port}\n[executor]\nkind = "fake"\nfake_step_ms = 2.0\n'
-        f"[router]\ncount = {int(service == 'router')}\n[telemetry]\nenabled = false\n{extra}\n"
+        f"[router]\ncount = {int(service == 'router')}\n[telemetry]\nenabled = false\n"
+        f"[links]\nheartbeat_s = 0.3\n{extra}\n"
     )
     return [sys.executable, "-m", f"services.{service}", "--config", str(config)]
 

@@ -3,10 +3,9 @@
 import os
 import time
 
-import msgpack
 import pytest
 
-from tests.contract.raw import Dealer, Wire, make
+from tests.contract.raw import Dealer, Wire, make, packed
 from tests.contract.targets import Target
 
 Listener = tuple[str, Target]
@@ -48,7 +47,7 @@ def test_another_major_version_is_refused_by_name(
 ) -> None:
     link = Dealer(wire, listener[1].address)
     if where == "header":
-        frames = [msgpack.packb([2, 0, 0]), msgpack.packb(hello(protocol=[2, 0]))]
+        frames = [packed([2, 0, 0]), packed(hello(protocol=[2, 0]))]
         link.socket.send_multipart(frames)
     else:
         link.send(hello(protocol=[2, 0]))
@@ -80,11 +79,11 @@ def test_garbage_is_dropped_and_the_link_stays(wire: Wire, listener: Listener) -
     link = wire.dial(listener[1].address, "tester", "tester-1")
     for junk in (["Nonsense", 1], ["Abort", 5], ["Generate"], {"a": 1}, 7, [], [None], "text"):
         link.send(junk)  # type: ignore[arg-type]
-    link.socket.send_multipart([msgpack.packb([1, link.seq_out, 0]), b"\xc1\xff\x00"])
+    link.socket.send_multipart([packed([1, link.seq_out, 0]), b"\xc1\xff\x00"])
     link.seq_out += 1
     link.socket.send(b"one frame")
     link.socket.send_multipart([b"\xc1", b"\xc1"])
-    link.socket.send_multipart([msgpack.packb(["x", None]), msgpack.packb(["Heartbeat"])])
+    link.socket.send_multipart([packed(["x", None]), packed(["Heartbeat"])])
     assert alive(wire, link)
 
 

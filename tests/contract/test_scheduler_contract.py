@@ -23,7 +23,7 @@ class Peer:
         self.name = f"tokenizer-{next(_serial)}"
         self.link: Dealer = wire.dial(address, "tokenizer", self.name)
 
-    def generate(self, rid: bytes = b"", **fields: object) -> bytes:
+    def generate(self, rid: bytes = b"", /, **fields: object) -> bytes:
         rid = rid or os.urandom(16)
         given: dict[str, object] = {
             "attempt": 1,
@@ -117,7 +117,7 @@ def test_generate_is_idempotent(wire: Wire, peer: Peer) -> None:
 
 def test_the_same_request_has_the_same_output(wire: Wire, peer: Peer) -> None:
     first, second = peer.generate(), peer.generate()
-    peer.end(first), peer.end(second)
+    assert peer.end(first).final_pos == peer.end(second).final_pos
     assert peer.output(first) == peer.output(second)
 
 

@@ -11,6 +11,11 @@ import zmq
 
 BEAT_S, TIMEOUT_S = 0.5, 5.0
 Message = list[Any]
+Key = Any  # the identity of one that dialled in, or our own socket
+
+
+def pack(value: object) -> bytes:
+    return msgpack.packb(value) or b""
 
 
 class Link:
@@ -22,9 +27,8 @@ class Link:
         self.name, self.heard, self.stats = "", time.monotonic(), None
 
     def send(self, *message: object) -> None:
-        header = [1, self.seq_out, time.time_ns()]
         self.seq_out += 1
-        self.send_frames([msgpack.packb(header), msgpack.packb(message)])
+        self.send_frames([pack([1, self.seq_out - 1, time.time_ns()]), pack(message)])
 
     def take(self, seq: int, message: Message | None) -> Message | None:
         """Count a message; None for what is of no use. ConnectionError: the link is over."""
@@ -113,13 +117,12 @@ class Node:
                         on_message(self.by_key[key].name, message)
                 except ConnectionError:
                     self.drop(key, on_down)
-            now = time.monotonic()
-            if now - self.beaten > BEAT_S:
+            if (now := time.monotonic()) - self.beaten > BEAT_S:
                 self.beaten = now
                 self.tend(now, on_down)
             on_idle()
 
-    def arrive(self, key: object, frames: list[bytes]) -> Message | None:
+    def arrive(self, key: Key, frames: list[bytes]) -> Message | None:
         major, seq, message = decode(frames)
         link = self.by_key.get(key)
         if link is None:
@@ -146,14 +149,14 @@ class Node:
         link.send("Welcome", *self.me)
         return message
 
-    def drop(self, key: object, on_down: Callable[[str], None]) -> None:
+    def drop(self, key: Key, on_down: Callable[[str], None]) -> None:
         link = self.by_key.pop(key)
         if self.links.get(link.name) is link:
             del self.links[link.name]
             on_down(link.name)
         if link.address:
             self.poller.unregister(key)
-            key.close()  # type: ignore[attr-defined]
+            key.close()
             self.dial(link.address)
 
     def tend(self, now: float, on_down: Callable[[str], None]) -> None:
@@ -169,7 +172,5 @@ class Node:
 
 def options() -> dict[str, list[str]]:
     """`--key value` pairs of the command line; a key may come again."""
-    found: dict[str, list[str]] = {}
-    for key, value in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
-        found.setdefault(key.lstrip("-"), []).append(value)
-    return found
+    pairs = list(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
+    return {key.lstrip("-"): [v for k, v in pairs if k == key] for key, _ in pairs}

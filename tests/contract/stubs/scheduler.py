@@ -9,7 +9,7 @@ from link import Message, Node, options
 
 INVALID, UNKNOWN = 1, 11
 LENGTH, ABORT, STOP = 2, 3, 1
-VOCABULARY = 1000
+VOCABULARY = 1 << 20
 
 
 class Request:
