@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepmesh import telemetry
 from deepmesh.config import Config, ExecutorConfig, MeshConfig
 from deepmesh.wire.messages import (
     Descriptor,
@@ -25,11 +26,13 @@ from deepmesh.wire.messages import (
 )
 from deepmesh.wire.packed import ROW
 from services.executor.fake import FakeEngine
-from services.executor.interface import GroupLost, LiveRows, Sampled
+from services.executor.interface import GroupLost, LiveRows, OnProgress, Sampled
 from services.executor.parallel import ExpertGroup
 from services.executor.rendezvous import FileRendezvous, Rendezvous, TcpRendezvous
+from services.executor.service import ExecutorService
 from services.executor.slots import SlotTable
 from services.executor.stream import StreamExecutor
+from tests.contract.remote_executor import RemoteExecutor
 
 MODEL = Path(__file__).parents[2] / "models" / "tiny"
 OWNERS = torch.tensor([0, 0, 1, 1])
@@ -292,3 +295,31 @@ def test_a_rank_whose_step_fails_leaves_the_group(engine: LonelyEngine) -> None:
     assert result.status == StepStatus.ERROR
     assert engine.left == [1]
     executor.close()
+
+
+def test_the_service_dials_again_when_a_group_stays_lost(
+    engine: LonelyEngine, tmp_path: Path
+) -> None:
+    config = Config(mesh=MeshConfig(run_dir=str(tmp_path), model=str(MODEL)))
+
+    def make(on_result: Callable[[], None], on_progress: OnProgress) -> StreamExecutor:
+        return StreamExecutor(engine, on_result=on_result, on_progress=on_progress, patience_s=0.05)
+
+    tracer = telemetry.setup("executor", "executor-0-0", config)
+    service = ExecutorService(config, make, index=0, rank=0, tracer=tracer)
+    thread = threading.Thread(target=service.run)
+    thread.start()
+    try:
+        with RemoteExecutor(config) as remote:
+            remote.load(order(1))
+            remote.submit(dummy(1, 1))
+            remote.wait_connected(times=2)
+            assert service.counters["lost_groups"] == 1
+            remote.load(order(2))
+            remote.submit(dummy(2, 1))
+            result = remote.poll(20)
+            assert isinstance(result, StepResult)
+            assert result.status == StepStatus.OK
+    finally:
+        service.stop()
+        thread.join(20)
