@@ -60,3 +60,21 @@ def test_peers_with_another_configuration_have_another_digest(tmp_path: Path) ->
     one = load_config(path).digest()
     path.write_text("[scheduler]\ndepth = 1\n")
     assert load_config(path).digest() != one
+
+
+def test_a_router_is_there_when_it_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "mesh.toml"
+    path.write_text("[scheduler]\ncount = 2\n")
+    assert load_config(path).router_address == ""
+    path.write_text("[router]\ncount = 1\n")
+    assert load_config(path).router_address.endswith("/router-0.sock")
+    path.write_text('[router]\naddress = "tcp://127.0.0.1:7200"\n')
+    assert load_config(path).router_address == "tcp://127.0.0.1:7200"
+
+
+def test_an_external_address_may_number_its_processes(tmp_path: Path) -> None:
+    path = tmp_path / "mesh.toml"
+    path.write_text('[scheduler]\ncount = 2\naddress = "tcp://127.0.0.1:710{index}"\n')
+    config = load_config(path)
+    assert config.scheduler_address(0) == "tcp://127.0.0.1:7100"
+    assert config.scheduler_address(1) == "tcp://127.0.0.1:7101"
