@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import math
 import os
+import threading
+from collections import deque
 from collections.abc import Callable
 
 import zmq
@@ -22,6 +24,8 @@ class Inbox:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         self._seen: dict[int, int] = {}
+        self._life = threading.RLock()  # a signal handler may come while this thread holds it
+        self._closed = False
         for endpoint in endpoints:
             self.add(endpoint)
 
@@ -46,11 +50,20 @@ class Inbox:
         return self._receive()
 
     def wake(self) -> None:
-        """End a `wait` in progress or the next one. Safe from any thread and signal handler."""
-        os.eventfd_write(self._wake_fd, 1)
+        """End a `wait` in progress or the next one. Safe from any thread and signal handler.
+
+        Does nothing after `close`: the descriptor may be another's by then.
+        """
+        with self._life:
+            if not self._closed:
+                os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
         """Close the endpoints, too."""
+        with self._life:
+            if self._closed:
+                return
+            self._closed = True
         for endpoint in self.endpoints:
             endpoint.close()
         os.close(self._wake_fd)
@@ -72,7 +85,11 @@ class Inbox:
 
 
 class AsyncInbox:
-    """Feeds link events of endpoints to a callback on an asyncio loop."""
+    """Feeds link events of endpoints to a callback on an asyncio loop.
+
+    What the callback raises reaches the loop's exception handler; the events behind it are
+    delivered all the same.
+    """
 
     def __init__(self, on_event: Callable[[Endpoint, LinkEvent], None]) -> None:
         self._on_event = on_event
@@ -80,7 +97,9 @@ class AsyncInbox:
         self._endpoints: list[Endpoint] = []
         self._readers: dict[int, list[int]] = {}  # endpoint -> file descriptors
         self._scheduled: set[int] = set()
+        self._backlog: dict[int, deque[LinkEvent]] = {}  # endpoint -> received, not delivered
         self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to read; callbacks run on this loop."""
@@ -98,11 +117,13 @@ class AsyncInbox:
     def remove(self, endpoint: Endpoint) -> None:
         """Stop reading this endpoint and close it."""
         self._endpoints.remove(endpoint)
+        self._backlog.pop(id(endpoint), None)
         endpoint.after_send = None
         endpoint.close()
 
     def close(self) -> None:
         """Stop reading and close the endpoints."""
+        self._closed = True
         if self._timer is not None:
             self._timer.cancel()
         for endpoint in self._endpoints:
@@ -135,15 +156,23 @@ class AsyncInbox:
         self._scheduled.discard(id(endpoint))
         if endpoint not in self._endpoints:
             return
-        events = endpoint.receive()
+        backlog = self._backlog.setdefault(id(endpoint), deque())
+        backlog.extend(endpoint.receive())
         if id(endpoint) not in self._readers:  # it closed its sockets and dialled again
             self._attach(endpoint)
-        for event in events:
-            self._on_event(endpoint, event)
+        try:
+            while backlog:
+                self._on_event(endpoint, backlog.popleft())
+        finally:
+            if backlog:  # the callback raised
+                self._soon(endpoint)
 
     def _tick(self) -> None:
         assert self._loop is not None
-        for endpoint in list(self._endpoints):
-            self._drain(endpoint)
-        patience_s = min((e.patience_s for e in self._endpoints), default=1.0)
-        self._timer = self._loop.call_later(patience_s, self._tick)
+        try:
+            for endpoint in list(self._endpoints):
+                self._drain(endpoint)
+        finally:
+            if not self._closed:
+                patience_s = min((e.patience_s for e in self._endpoints), default=1.0)
+                self._timer = self._loop.call_later(patience_s, self._tick)

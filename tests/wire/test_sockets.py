@@ -1,6 +1,8 @@
 """Links over real sockets: greeting, order, loss, refusal, replacement."""
 
 import asyncio
+import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -287,6 +289,94 @@ def test_wake_ends_a_wait(listener: Listener) -> None:
     assert inbox.wait(30) == []
     assert time.monotonic() - start < 5
     inbox.close()
+
+
+def test_wake_after_close_touches_no_foreign_descriptor(tmp_path: Path) -> None:
+    inbox = Inbox()
+    inbox.close()
+    foreign = os.eventfd(0, os.EFD_NONBLOCK)  # gets the number that has become free
+    try:
+        inbox.wake()
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(foreign)
+        inbox.close()  # once more does nothing
+        os.fstat(foreign)
+    finally:
+        os.close(foreign)
+
+
+def test_a_callback_that_raises_loses_no_mail_and_stops_no_clock(tmp_path: Path) -> None:
+    """The loop's exception handler decides what becomes of the process."""
+
+    async def scenario() -> tuple[list[int], list[object]]:
+        address = f"ipc://{tmp_path}/a"
+        got: list[int] = []
+        errors: list[object] = []
+        enough = asyncio.Event()
+
+        def on_event(endpoint: Listener | Dialer, event: LinkEvent) -> None:
+            match event:
+                case PeerUp() if isinstance(endpoint, Dialer):
+                    for number in range(20):  # one batch
+                        dialer.send(m.Credit(RID, number))
+                case PeerDown() if isinstance(endpoint, Dialer):
+                    enough.set()  # found out by its clock alone
+                case Mail(message=m.Credit(num_events=number)):
+                    got.append(number)
+                    if number % 5 == 0:
+                        raise LookupError(f"bug {number}")
+                    if number == 19:
+                        enough.set()
+                case _:
+                    pass
+
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: errors.append(context["exception"]))
+        inbox = AsyncInbox(on_event)
+        inbox.add(Listener(address, Identity.new("scheduler", "s"), LINKS))
+        dialer = Dialer(address, Identity.new("tokenizer", "t"), LINKS)
+        inbox.add(dialer)
+        inbox.start(loop)
+        await asyncio.wait_for(enough.wait(), 20)
+        inbox.close()
+        return got, errors
+
+    got, errors = asyncio.run(scenario())
+    assert got == list(range(20))
+    assert [str(error) for error in errors] == ["bug 0", "bug 5", "bug 10", "bug 15"]
+
+
+def test_a_tick_that_raises_is_followed_by_another() -> None:
+    class Broken:
+        patience_s = 0.01
+        sockets = ()
+        generation = 0
+        after_send = before_close = None
+        num_calls = 0
+
+        def receive(self) -> list[LinkEvent]:
+            self.num_calls += 1
+            raise LookupError("bug")
+
+        def close(self) -> None:
+            pass
+
+    async def scenario() -> int:
+        loop = asyncio.get_running_loop()
+        again = asyncio.Event()
+        broken = Broken()
+        loop.set_exception_handler(
+            lambda *_: again.set() if broken.num_calls >= 4 else None  # several ticks
+        )
+        inbox = AsyncInbox(lambda endpoint, event: None)
+        inbox.add(broken)  # type: ignore[arg-type]
+        with contextlib.suppress(LookupError):
+            inbox.start(loop)
+        await asyncio.wait_for(again.wait(), 20)
+        inbox.close()
+        return broken.num_calls
+
+    assert asyncio.run(scenario()) >= 4
 
 
 def test_asyncio_side_sees_every_message_and_a_restart(tmp_path: Path) -> None:
