@@ -16,6 +16,7 @@ from deepmesh.wire.messages import (
     Submit,
 )
 from services.tokenizer.actions import Outbox, ToGateway
+from services.tokenizer.panics import panics_as_errors
 from services.tokenizer.request import Phase, Request
 from services.tokenizer.spans import detokenize_span
 from services.tokenizer.upstream import Upstream
@@ -103,10 +104,11 @@ class Book:
         request.reason = reason
         events: list[bytes] = []
         try:
-            if not request.has_started:
-                request.has_started = True
-                events += generation.text.start(request.cached_tokens)
-            events += generation.text.finish(reason)
+            with panics_as_errors():
+                if not request.has_started:
+                    request.has_started = True
+                    events += generation.text.start(request.cached_tokens)
+                events += generation.text.finish(reason)
         except TEXT_ERRORS as error:
             detail = f"the output cannot be decoded: {error}"
             self.fail(request, ErrorCode.INTERNAL, detail, clock)

@@ -7,6 +7,7 @@ import msgspec
 from deepmesh.wire.messages import FinishReason
 from services.tokenizer.detokenize import Detokenizer, StopMatcher
 from services.tokenizer.events import clamp_logprob
+from services.tokenizer.length import Room
 from services.tokenizer.model import BOS, Model
 from services.tokenizer.normalize import Limits, check_fields, check_model
 from services.tokenizer.reading import Json, boolean, is_array, kind_of, stop_strings, token_ids
@@ -31,7 +32,7 @@ class CompletionRequest(NamedTuple):
     echo: bool
 
 
-def read_completion(body: Json, limits: Limits, model: Model) -> CompletionRequest:
+def read_completion(body: Json, limits: Limits, model: Model, room: Room) -> CompletionRequest:
     """Check every field and encode the prompt.
 
     Raises:
@@ -47,15 +48,22 @@ def read_completion(body: Json, limits: Limits, model: Model) -> CompletionReque
         raise Refusal("`echo` with `logprobs`: logprobs of the prompt are not computed.", "echo")
     stops = stop_strings(given, "stop", limits.max_stops)
     special = boolean(given, "add_special_tokens", True)
-    ids = read_prompt(given.get("prompt"), model, add_bos=special)
+    ids = read_prompt(given.get("prompt"), model, add_bos=special, room=room)
     return CompletionRequest(name, ids, settings, stops, stream, echo)
 
 
-def read_prompt(prompt: object, model: Model, *, add_bos: bool) -> list[int]:
-    """Ids of a prompt: a string, ids, or a list that holds exactly one of these."""
+def read_prompt(
+    prompt: object, model: Model, *, add_bos: bool, room: Room | None = None
+) -> list[int]:
+    """Ids of a prompt: a string, ids, or a list that holds exactly one of these.
+
+    What cannot fit into `room` is refused unencoded.
+    """
     if prompt is None:
         raise Refusal("`prompt` is missing.", "prompt")
     if isinstance(prompt, str):
+        if room is not None:
+            room.check(prompt, "prompt")
         ids = model.tokenizer.encode(prompt)  # special tokens may be spelled: the template is
         # the user's; and the model has seen every text begin with its BOS token
         return [model.bos_id, *ids] if add_bos and not prompt.startswith(BOS) else ids
@@ -70,7 +78,7 @@ def read_prompt(prompt: object, model: Model, *, add_bos: bool) -> list[int]:
             raise Refusal(
                 f"`prompt` holds {len(prompt)} prompts; send one request for each.", "prompt"
             )
-        return read_prompt(first, model, add_bos=add_bos)
+        return read_prompt(first, model, add_bos=add_bos, room=room)
     return token_ids(prompt, "prompt", model.vocab_size)
 
 

@@ -96,8 +96,8 @@ class Core:
         self._outbox.add(tokenize_span(request, outcome, began_ns, clock.wall_ns))
         request.submit = msgspec.structs.replace(request.submit, body=b"")  # may be megabytes
         match outcome:
-            case Refusal(code=code, detail=detail, param=param):
-                self._book.end(request, ResponseFailed(rid, code, detail, param), clock)
+            case Refusal(code=code, detail=detail, param=param, retry_after_s=after_s):
+                self._book.end(request, ResponseFailed(rid, code, detail, param, after_s), clock)
             case Answer():
                 body, prompt_tokens = outcome
                 finished = ResponseFinished(rid, 200, body, prompt_tokens=prompt_tokens)

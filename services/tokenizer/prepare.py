@@ -12,6 +12,7 @@ from deepmesh.wire.packed import pack_ids
 from services.tokenizer import answers
 from services.tokenizer.answers import Answer
 from services.tokenizer.completions import CompletionStream, read_completion
+from services.tokenizer.length import Room
 from services.tokenizer.model import load_model
 from services.tokenizer.normalize import Limits, normalise
 from services.tokenizer.reading import Json, parse_object
@@ -51,6 +52,7 @@ class Preparer:
 
     def __init__(self, config: Config, now_s: Callable[[], int] = lambda: int(time.time())) -> None:
         self._model = load_model(Path(config.mesh.model))
+        self.max_token_bytes = self._model.vocabulary.max_token_bytes
         self._settings = config.tokenizer
         self._models = (config.served_model, *config.mesh.aliases)
         self._recipe = Recipe(
@@ -94,7 +96,7 @@ class Preparer:
 
     def _recipe_generation(self, submit: Submit, body: Json, context: int) -> Generation:
         normal = normalise(submit.protocol, body, self._limits)
-        conversation = self._recipe.convert(submit.protocol, normal.body)
+        conversation = self._recipe.convert(submit.protocol, normal.body, self._room(context))
         settings = normal.settings
         if self._settings.thinking_sampling == "deepseek":
             settings = settings._replace(sampling=deepseek_sampling(conversation, settings))
@@ -111,13 +113,16 @@ class Preparer:
         )
 
     def _completion(self, submit: Submit, body: Json, context: int) -> Generation:
-        request = read_completion(body, self._limits, self._model)
+        request = read_completion(body, self._limits, self._model, self._room(context))
         created_s = submit.created_s or self._now_s()
         silent = self._silent_ids(request.settings)
         text = CompletionStream(request, self._model.vocabulary, submit.rid, created_s, silent)
         return self._generation(
             submit, request.prompt_ids, request.settings, text, context, stream=request.stream
         )
+
+    def _room(self, context: int) -> Room:
+        return Room(context, self.max_token_bytes)
 
     def _silent_ids(self, settings: Settings) -> frozenset[int]:
         return self._model.eos_ids.union(settings.stop_token_ids)

@@ -14,6 +14,7 @@ import msgspec
 
 from deepmesh.wire.messages import ErrorCode, SamplingParams
 from services.tokenizer.events import Frame, RecipeStream
+from services.tokenizer.length import Room
 from services.tokenizer.normalize import Normal
 from services.tokenizer.reading import Json, is_array
 from services.tokenizer.refusal import Refusal
@@ -54,15 +55,18 @@ class Recipe:
             non_thinking_max_tokens_upper_bound=MAX_TOKENS_BOUND,
         ).with_model_versions_by_name(dict.fromkeys(models, dr.ModelVersion.DeepseekV41Flash))
 
-    def convert(self, protocol: str, body: Json) -> Conversation:
+    def convert(self, protocol: str, body: Json, room: Room | None = None) -> Conversation:
         """Convert and encode a normalised body.
 
+        Args:
+            room: what cannot fit into it is refused unencoded.
         Raises:
             Refusal: the recipe refuses it; names the field where the recipe's text allows.
         """
         kind = _REQUESTS[protocol]
+        raw = msgspec.json.encode(body)
         try:
-            request = kind(msgspec.json.encode(body))
+            request = kind(raw)
             echo, tool_map = None, dict[str, tuple[str, str]]()
             if isinstance(request, dr.ResponsesRequest):
                 echo, tool_map = request.echo(), request.namespace_tool_map(self._options)
@@ -72,6 +76,9 @@ class Recipe:
         except ValueError as error:
             raise Refusal(_clean(str(error)), _blame(protocol, body)) from error
         try:
+            if room is not None and room.may_exceed(len(raw)):
+                text = self._encoding.render_conversation(conversation.conversation).prompt
+                room.check(text, _MAIN_FIELDS.get(protocol, "messages"))
             ids = self._encoding.encode(conversation.conversation)
         except RuntimeError as error:  # a special token is missing in tokenizer.json
             raise Refusal(str(error), code=ErrorCode.INTERNAL) from error

@@ -9,11 +9,19 @@ class Refusal(Exception):
     Attributes:
         code: decides the HTTP status.
         detail: what is wrong and what to send instead.
+        retry_after_s: when it may fare better; 0: never, as it is.
         param: path of the field at fault, such as `messages[0].content[1].type`; may be empty.
     """
 
-    def __init__(self, detail: str, param: str = "", code: ErrorCode = ErrorCode.INVALID) -> None:
+    def __init__(
+        self,
+        detail: str,
+        param: str = "",
+        code: ErrorCode = ErrorCode.INVALID,
+        retry_after_s: float = 0.0,
+    ) -> None:
         super().__init__(detail)
         self.code = code
         self.detail = detail
         self.param = param
+        self.retry_after_s = retry_after_s

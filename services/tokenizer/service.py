@@ -16,13 +16,16 @@ from services.tokenizer.actions import Action, Prepare, ToGateway, ToScheduler, 
 from services.tokenizer.answers import Answer
 from services.tokenizer.book import Clock
 from services.tokenizer.core import Core
+from services.tokenizer.panics import panics_as_errors
 from services.tokenizer.prepare import Generation, Preparer
 from services.tokenizer.refusal import Refusal
 from services.tokenizer.spans import Stamps
 
 TICK_S = 0.25
 INLINE_BYTES = 32 << 10  # longer bodies are encoded in a thread (4.5k tokens take 5 ms)
+MAX_PREPARING_BYTES = 32 << 20  # of bodies in threads or waiting for one; several seconds' work
 DRAIN_S = 5.0  # after SIGTERM; the supervisor waits a little longer
+BUSY_RETRY_S = 2.0
 _log = logging.getLogger(__name__)
 
 
@@ -36,6 +39,7 @@ class Service:
         self._tracer = tracer
         self._core = Core(me.name, config)
         self._threads = ThreadPoolExecutor(2, "encode")
+        self._preparing_bytes = 0
         self._listener = Listener(config.tokenizer_address(index), me, config.links, self._stats)
         self._dialers: dict[str, Dialer] = {}  # by the name of the scheduler
         self._inbox = AsyncInbox(self._on_event)
@@ -194,14 +198,21 @@ class Service:
             outcome = prepare(self._preparer, submit, context)
             self._core.prepared(submit.rid, outcome, began_ns, _clock())
             return
-        loop = asyncio.get_running_loop()
         began_ns = time.time_ns()
+        if self._preparing_bytes and self._preparing_bytes + len(submit.body) > MAX_PREPARING_BYTES:
+            detail = "too many long prompts are being encoded already; try again later"
+            busy = Refusal(detail, code=ErrorCode.OVERLOADED, retry_after_s=BUSY_RETRY_S)
+            self._core.prepared(submit.rid, busy, began_ns, _clock())
+            return
+        self._preparing_bytes += len(submit.body)
+        loop = asyncio.get_running_loop()
         task = loop.run_in_executor(self._threads, prepare, self._preparer, submit, context)
         task.add_done_callback(lambda done: self._prepared(submit, began_ns, done))
 
     def _prepared(
         self, submit: Submit, began_ns: int, done: "asyncio.Future[Generation | Answer | Refusal]"
     ) -> None:
+        self._preparing_bytes -= len(submit.body)
         if done.cancelled():
             return
         self._core.prepared(submit.rid, done.result(), began_ns, _clock())
@@ -214,7 +225,8 @@ class Service:
 def prepare(preparer: Preparer, submit: Submit, context: int) -> Generation | Answer | Refusal:
     """`Preparer.prepare` with its refusals as values."""
     try:
-        return preparer.prepare(submit, context)
+        with panics_as_errors():
+            return preparer.prepare(submit, context)
     except Refusal as refusal:
         return refusal
     except Exception as error:  # a bug fails this request alone: it would be sent here again

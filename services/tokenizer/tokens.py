@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 
 from deepmesh.wire.messages import TokenRow
+from services.tokenizer.panics import panics_as_errors
 from services.tokenizer.request import Request
 from services.tokenizer.text_stream import Token
 
@@ -38,15 +39,16 @@ def feed(
     assert generation is not None
     began = stopwatch()
     events: list[bytes] = []
-    if not request.has_started:
-        request.has_started = True
-        request.cached_tokens = max(request.cached_tokens, row.cached_tokens)
-        events += generation.text.start(request.cached_tokens)
-    for token in row_tokens(row, request.position - row.pos):
-        events += generation.text.push(token)
-        request.position += 1
-        request.output += token.id.to_bytes(4, "little", signed=True)
-        if generation.text.stopped:
-            break
+    with panics_as_errors():
+        if not request.has_started:
+            request.has_started = True
+            request.cached_tokens = max(request.cached_tokens, row.cached_tokens)
+            events += generation.text.start(request.cached_tokens)
+        for token in row_tokens(row, request.position - row.pos):
+            events += generation.text.push(token)
+            request.position += 1
+            request.output += token.id.to_bytes(4, "little", signed=True)
+            if generation.text.stopped:
+                break
     request.busy_ns += stopwatch() - began
     return events

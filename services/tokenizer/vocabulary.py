@@ -22,6 +22,7 @@ class Vocabulary:
             # an added token may use any character; it is overwritten below
             self._bytes[token_id] = bytes(to_byte[c] for c in text if c in to_byte)
         self._added: dict[str, int] = {}
+        self._is_lossless = _is_lossless(spec)
         for token in cast("list[dict[str, Any]]", spec.get("added_tokens") or []):
             token_id, text = int(token["id"]), str(token["content"])
             self._bytes[token_id] = text.encode()
@@ -36,6 +37,11 @@ class Vocabulary:
         if text not in self._added:
             raise ModelError(f"tokenizer.json: the token {text} is missing")
         return self._added[text]
+
+    @property
+    def max_token_bytes(self) -> int | None:
+        """No token stands for more bytes of a text; None when that cannot be told."""
+        return max(map(len, self._bytes.values())) if self._is_lossless else None
 
     def bytes_of(self, token_id: int) -> bytes:
         """Ids without an entry (padding rows of the embedding) stand for nothing."""
@@ -52,6 +58,15 @@ class Vocabulary:
             return data.decode("utf-8")
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _is_lossless(spec: dict[str, Any]) -> bool:
+    """Whether the tokens of any text stand for all of its bytes: nothing is rewritten or cut."""
+    normalizer: dict[str, Any] = spec.get("normalizer") or {}
+    rewrites = bool(normalizer) and normalizer.get("normalizers") != []
+    cuts = '"Removed"' in json.dumps(spec.get("pre_tokenizer"))
+    added = cast("list[dict[str, Any]]", spec.get("added_tokens") or [])
+    return not (rewrites or cuts or any(t.get("lstrip") or t.get("rstrip") for t in added))
 
 
 def _byte_of_char() -> dict[str, int]:

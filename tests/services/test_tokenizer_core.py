@@ -1,5 +1,6 @@
 """The service's decisions alone, on a fake clock: no sockets, no waiting."""
 
+import dataclasses
 from pathlib import Path
 
 import msgspec
@@ -39,6 +40,7 @@ from services.tokenizer.core import Core
 from services.tokenizer.prepare import Preparer
 from services.tokenizer.service import prepare
 from services.tokenizer.spans import Stamps
+from services.tokenizer.text_stream import Token
 from tests.services.tokenizer_harness import EOS, HI, PLAIN, ids_of, make_config
 
 CONFIG = make_config(Path("/nowhere"))
@@ -215,6 +217,55 @@ def test_a_number_that_the_recipe_cannot_hold_fails_its_request_alone() -> None:
     (end,) = desk.ends
     assert isinstance(end, ResponseFailed)
     assert end.code is ErrorCode.INTERNAL
+
+
+class PanicException(BaseException):
+    """As pyo3 raises it."""
+
+
+class PanickingText:
+    """The recipe panics at one of its calls."""
+
+    stopped = False
+
+    def __init__(self, at: str) -> None:
+        self._at = at
+
+    def start(self, cached_tokens: int) -> list[bytes]:
+        return self._call("start")
+
+    def push(self, token: Token) -> list[bytes]:
+        return self._call("push")
+
+    def finish(self, reason: FinishReason) -> list[bytes]:
+        return self._call("finish")
+
+    def body(self) -> bytes:
+        return b""
+
+    def _call(self, name: str) -> list[bytes]:
+        if name == self._at:
+            raise PanicException("called `Option::unwrap()` on a `None` value")
+        return []
+
+
+@pytest.mark.parametrize("at", ["start", "push", "finish"])
+def test_a_panic_of_the_recipe_fails_its_request_alone(at: str) -> None:
+    desk = Desk()
+    desk.submit()
+    desk.submit(rid=b"f" * 16)
+    request = desk.core._book.get(RID)
+    assert request is not None
+    assert request.generation is not None
+    request.generation = dataclasses.replace(request.generation, text=PanickingText(at))
+    for rid in (RID, b"f" * 16):
+        desk.tokens(0, OUTPUT, rid)
+        desk.scheduler(Finished(rid, FinishReason.STOP, len(OUTPUT)))
+    bad, good = desk.ends
+    assert isinstance(bad, ResponseFailed)
+    assert (bad.rid, bad.code) == (RID, ErrorCode.INTERNAL)
+    assert "panicked" in bad.detail
+    assert isinstance(good, ResponseFinished)
 
 
 @pytest.mark.parametrize(

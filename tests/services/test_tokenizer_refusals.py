@@ -1,5 +1,9 @@
 """Bad input: each is refused before any queue, with the field named."""
 
+import json
+import re
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepmesh.wire.messages import ErrorCode, ResponseFailed, Submit
+from deepmesh.wire.messages import ErrorCode, Generate, ResponseFailed, Submit
 from services.tokenizer.answers import Answer
 from services.tokenizer.fields import PROTOCOLS, How
 from services.tokenizer.prepare import PROMPT_FIELD, Generation, Preparer
 from services.tokenizer.refusal import Refusal
 from services.tokenizer.service import prepare as try_to_prepare
-from tests.services.tokenizer_harness import HI, PLAIN, bench, make_config
+from services.tokenizer.vocabulary import Vocabulary
+from tests.services.tokenizer_harness import HI, MODEL, PLAIN, Bench, bench, ids_of, make_config
 from tests.tiny import VOCAB_SIZE
 
 BASE: dict[str, dict[str, Any]] = {
@@ -366,6 +371,53 @@ def test_formats_that_only_the_prompt_asks_for_pass(preparer: Preparer) -> None:
         assert isinstance(prepare(preparer, "chat", body), Generation)
 
 
+@pytest.mark.parametrize("protocol", sorted(PROMPT_FIELD))
+def test_what_cannot_fit_is_refused_before_it_is_encoded(preparer: Preparer, protocol: str) -> None:
+    digits = "123" * (1 << 20)  # encoding them takes seconds
+    field = PROMPT_FIELD[protocol]
+    text: object = [{"role": "user", "content": digits}] if field == "messages" else digits
+    began = time.perf_counter()
+    refused = refusal(preparer, protocol, BASE[protocol] | {field: text})
+    assert time.perf_counter() - began < 2
+    assert (refused.code, refused.param) == (ErrorCode.TOO_LONG, field)
+    longest = preparer.max_token_bytes
+    assert longest is not None
+    assert int(re.findall(r"at least (\d+) tokens", refused.detail)[0]) >= len(digits) // longest
+    assert "8192" in refused.detail
+
+
+def test_no_text_that_fits_is_refused_for_its_size(preparer: Preparer) -> None:
+    spec = json.loads((MODEL / "tokenizer.json").read_text())
+    longest = max(spec["model"]["vocab"], key=len)
+    prompt = longest * 100
+    count = len(ids_of(prompt))
+    body = BASE["completions"] | {"prompt": prompt, "add_special_tokens": False}
+    outcome = prepare(preparer, "completions", body, context=count + 1)
+    assert isinstance(outcome, Generation)
+    assert outcome.prompt_len == count
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=200))
+def test_no_token_stands_for_more_bytes_than_the_longest(preparer: Preparer, text: str) -> None:
+    assert preparer.max_token_bytes is not None
+    assert len(text.encode()) <= len(ids_of(text)) * preparer.max_token_bytes
+
+
+@pytest.mark.parametrize(
+    "lossy",
+    [
+        {"normalizer": {"type": "NFKC"}},
+        {"pre_tokenizer": {"type": "Split", "behavior": "Removed"}},
+        {"added_tokens": [{"id": 0, "content": "<a>", "lstrip": True}]},
+    ],
+)
+def test_a_vocabulary_that_drops_bytes_gives_no_bound(lossy: dict[str, object]) -> None:
+    spec = json.loads((MODEL / "tokenizer.json").read_text())
+    assert Vocabulary(json.dumps(spec)).max_token_bytes
+    assert Vocabulary(json.dumps(spec | lossy)).max_token_bytes is None
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
     lambda inner: (
@@ -404,3 +456,67 @@ def test_refusals_travel_and_nothing_reaches_the_scheduler(tmp_path: Path) -> No
         assert isinstance(end, ResponseFailed)
         assert (end.code, end.param) == (ErrorCode.INVALID, "max_tokens")
         assert not mesh.scheduler.mail
+
+
+class HeldPreparer(Preparer):
+    """Long bodies wait in their thread until the test lets them go."""
+
+    go = threading.Event()
+
+    def prepare(self, submit: Submit, context: int) -> Generation | Answer:
+        if len(submit.body) > 1 << 20:
+            assert self.go.wait(20)
+        return super().prepare(submit, context)
+
+
+def test_the_bytes_in_preparation_are_bounded(tmp_path: Path) -> None:
+    HeldPreparer.go.clear()
+    mesh = Bench(make_config(tmp_path), make_preparer=HeldPreparer)
+    try:
+        large = BASE["chat"] | {"messages": [{"role": "user", "content": " " * (17 << 20)}]}
+        first = mesh.gateway.submit("chat", large)
+        second = mesh.gateway.submit("chat", large)
+        end = mesh.gateway.reply(second).end
+        assert isinstance(end, ResponseFailed)
+        assert end.code is ErrorCode.OVERLOADED
+        assert end.retry_after_s > 0
+        mesh.gateway.submit("chat", BASE["chat"])  # a short one is not held up
+        mesh.scheduler.expect(Generate)
+        HeldPreparer.go.set()
+        end = mesh.gateway.reply(first).end
+        assert isinstance(end, ResponseFailed)
+        assert end.code is ErrorCode.TOO_LONG
+        third = mesh.gateway.reply(mesh.gateway.submit("chat", large)).end
+        assert isinstance(third, ResponseFailed)
+        assert third.code is ErrorCode.TOO_LONG  # there is room again
+    finally:
+        HeldPreparer.go.set()
+        mesh.close()
+
+
+class PanicException(BaseException):
+    """As pyo3 raises it."""
+
+
+class PanickingPreparer(Preparer):
+    """The recipe panics while it converts."""
+
+    def prepare(self, submit: Submit, context: int) -> Generation | Answer:
+        if b"panic" in submit.body:
+            raise PanicException("index out of bounds")
+        return super().prepare(submit, context)
+
+
+def test_a_panic_in_preparation_fails_its_request_alone(tmp_path: Path) -> None:
+    mesh = Bench(make_config(tmp_path), make_preparer=PanickingPreparer)
+    try:
+        for size in (1, 100_000):  # in the loop, in a thread
+            text = "panic" * size
+            body = BASE["chat"] | {"messages": [{"role": "user", "content": text}]}
+            end = mesh.gateway.reply(mesh.gateway.submit("chat", body)).end
+            assert isinstance(end, ResponseFailed)
+            assert end.code is ErrorCode.INTERNAL
+        mesh.gateway.submit("chat", BASE["chat"])
+        mesh.scheduler.expect(Generate)
+    finally:
+        mesh.close()

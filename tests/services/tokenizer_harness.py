@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,8 +41,14 @@ def make_config(run_dir: Path, tokenizer: TokenizerConfig = DEFAULTS) -> Config:
 class Running:
     """The service's thread."""
 
-    def __init__(self, config: Config, tracer: Tracer | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        tracer: Tracer | None = None,
+        make_preparer: Callable[[Config], Preparer] = Preparer,
+    ) -> None:
         self._ready = threading.Event()
+        self._make_preparer = make_preparer
         self._config = config
         self._tracer = tracer or setup("tokenizer", "tokenizer-0", config)
         self.service: Service | None = None
@@ -66,7 +72,7 @@ class Running:
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.service = Service(self._config, 0, Preparer(self._config), self._tracer)
+        self.service = Service(self._config, 0, self._make_preparer(self._config), self._tracer)
         self._ready.set()
         await self.service.run()
 
@@ -74,11 +80,16 @@ class Running:
 class Bench:
     """One tokenizer, one scheduler, one gateway."""
 
-    def __init__(self, config: Config, tracer: Tracer | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        tracer: Tracer | None = None,
+        make_preparer: Callable[[Config], Preparer] = Preparer,
+    ) -> None:
         self.config = config
         self.stage = Stage()
         self.scheduler = FakeScheduler(self.stage, config.scheduler_address(0))
-        self.running = Running(config, tracer)
+        self.running = Running(config, tracer, make_preparer)
         self.gateway = FakeGateway(self.stage, config.tokenizer_address(0))
         self.stage.until(lambda: self.scheduler.is_up, "the scheduler's link")
 
