@@ -41,6 +41,17 @@ class Keys:
         return digest
 
 
+def tenant_salt(digest: str) -> bytes:
+    """Keeps the cached prefixes of one key's requests apart from those of all others.
+
+    A shared cache would tell by its speed what others have asked. Not the digest itself: the salt
+    reaches processes that need not know who asks. Without keys (digest "") all share.
+    """
+    if not digest:
+        return b""
+    return hashlib.blake2b(digest.encode(), digest_size=16, person=b"prefix cache").digest()
+
+
 def _key_of(headers: Mapping[bytes, bytes]) -> bytes:
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() == b"bearer" and key.strip():

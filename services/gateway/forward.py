@@ -9,7 +9,7 @@ from deepmesh.telemetry import SPAN_HOP, SPAN_REQUEST, Span, Tracer, is_sampled,
 from deepmesh.wire.link import Mail
 from deepmesh.wire.messages import ResponseFailed, ResponseFinished, Submit
 from services.gateway.arrival import Arrival
-from services.gateway.auth import Keys
+from services.gateway.auth import Keys, tenant_salt
 from services.gateway.errors import CODE_NAME, HTTP_STATUS, ProblemError
 from services.gateway.limits import BodyReader, ClientGoneError, Gate
 from services.gateway.metrics import Metrics, RequestTimer
@@ -114,6 +114,7 @@ class Forward:
                 body=body,
                 seed=arrival.seed,
                 api_key_hash=key_hash,
+                tenant_salt=tenant_salt(key_hash),
                 traceparent=span.traceparent,
                 created_s=arrival.created_s,
             )

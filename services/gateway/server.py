@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -31,6 +32,7 @@ from services.gateway.tokenizers import Tokenizers
 _log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
+_LAST_WORDS_S = 1.0  # of a process that ends because of a bug
 
 
 class BindError(RuntimeError):
@@ -75,28 +77,74 @@ class Gateway:
         )
         self._inbox = AsyncInbox(lambda endpoint, event: self.streams.handle(event))
         self._drain_began_at = 0.0
+        self._error: BaseException | None = None
         self._server = self._make_server(idle_s)
 
     async def run(self) -> None:
-        """Serve until told to end."""
+        """Serve until told to end.
+
+        Raises what a callback or a task of ours raised: a bug, and state may be half changed. The
+        process ends with it, its supervisor starts another.
+        """
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._broken)
         for dialer in self._dialers:
             self._inbox.add(dialer)
         self._inbox.start(loop)
         sweeper = asyncio.create_task(self._sweep())
+        sweeper.add_done_callback(self._sweeper_ended)
         _log.info("listening on %s", self.url)
         try:
             with _address_file(Path(self._config.mesh.run_dir) / _file_name(self._name), self.url):
                 await self._server.serve(sockets=[self._sock])
         finally:
             sweeper.cancel()
+            await self._cut()
             self._inbox.close()
             self._tracer.shutdown()
             _log.info("ended")
+        if self._error is not None:
+            raise self._error
 
     def stop(self) -> None:
         """Begin to drain, as on SIGTERM; call it on the loop's thread."""
         self._server.handle_exit(signal.SIGTERM, None)
+
+    def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Something on the loop raised. What one client's connection caused ends that alone."""
+        loop.default_exception_handler(context)
+        error: object = context.get("exception")
+        if "transport" not in context and not isinstance(error, OSError):
+            self._end(
+                error if isinstance(error, BaseException) else RuntimeError(context["message"])
+            )
+
+    def _sweeper_ended(self, sweeper: asyncio.Task[None]) -> None:
+        """Without it no clock of any stream runs."""
+        if not sweeper.cancelled() and (error := sweeper.exception()) is not None:
+            _log.error("the sweeper raised", exc_info=error)
+            self._end(error)
+
+    def _end(self, error: BaseException) -> None:
+        """End the process soon, with a word to the clients while that is still possible."""
+        self._server.should_exit = True
+        if self._error is not None:
+            return
+        _log.error("ends because of a bug: %s: %s", type(error).__name__, error)
+        self._error = error
+        asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._force_exit)
+        detail = "the gateway restarts; send the request again"
+        self.streams.fail_all(ErrorCode.ENGINE_RESTARTED, detail)
+
+    def _force_exit(self) -> None:
+        self._server.force_exit = True
+
+    async def _cut(self) -> None:
+        """Requests that the server has left behind end before the links do."""
+        tasks = list(self._server.server_state.tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _dial(self) -> list[Dialer]:
         config = self._config
@@ -154,6 +202,7 @@ def _limits(config: Config) -> StreamLimits:
     return StreamLimits(
         keepalive_s=config.gateway.keepalive_s,
         deadline_s=config.gateway.deadline_s,
+        stuck_s=10 * config.gateway.deadline_s,
         resume_bytes=config.gateway.resume_bytes,
         credit_events=max(1, min(128, config.tokenizer.unacked_events // 4)),
         max_buffer_events=2 * config.tokenizer.unacked_events,

@@ -23,23 +23,10 @@ from deepmesh.wire.messages import (
     Rid,
     Submit,
 )
-from services.gateway.stream import End, Stream
+from services.gateway.stream import End, Stream, StreamLimits
 from services.gateway.tokenizers import Tokenizers
 
 _log = logging.getLogger(__name__)
-
-
-class StreamLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of one stream and of all together."""
-
-    keepalive_s: float = 10.0
-    deadline_s: float = 120.0  # without a tokenizer and without progress
-    place_s: float = 10.0  # for a new request while no tokenizer is up
-    resume_bytes: int = 64 << 20
-    credit_events: int = 128  # a Credit for each event would cost as much as the event
-    max_buffer_events: int = 4096  # the tokenizer stops before: its window is smaller
-    max_buffer_bytes: int = 16 << 20
-    slow_s: float = 60.0  # a write that the client's socket does not take for so long
 
 
 class Streams:
@@ -140,6 +127,7 @@ class Streams:
         now = self._clock()
         for stream in self._unplaced():
             self._place(stream)
+        for stream in self._running():
             self._check_deadline(stream, now)
         for stream in list(self._open.values()):
             if now - stream.wrote_at >= self._limits.keepalive_s and not stream.write_began_at:
@@ -176,6 +164,8 @@ class Streams:
         else:
             stream.placed_ns = time.time_ns()
         stream.num_placements += 1
+        stream.placed_at = self._clock()
+        stream.has_moved = False
         stream.num_credited = 0  # the new instance has not heard of any
 
     def _lost(self, stream: Stream, name: str) -> None:
@@ -186,13 +176,28 @@ class Streams:
             detail = f"{name} was lost, and this request's body was too large to be kept"
             self._end(stream, ResponseFailed(stream.rid, ErrorCode.ENGINE_RESTARTED, detail))
             return
+        if stream.is_suspect(self._limits, self._clock()):
+            detail = (
+                f"{stream.num_suspect_losses} tokenizers in a row were lost soon after they got "
+                "this request; it is not tried again"
+            )
+            _log.error("%s: %s", stream.rid.hex(), detail)
+            self._end(stream, ResponseFailed(stream.rid, ErrorCode.ENGINE_RESTARTED, detail))
+            return
         self._place(stream)
 
     def _check_deadline(self, stream: Stream, now: float) -> None:
-        """Waiting for a tokenizer is bounded."""
-        if stream.placed:
-            return
+        """Waiting for a tokenizer is bounded; so is waiting at one, after a loss.
+
+        Tokenizer and scheduler bound a request that they have; a plain answer shows no progress
+        while it runs. So only a request that was moved is bounded here, and generously.
+        """
         limits = self._limits
+        if stream.placed:
+            if stream.is_stuck(limits, now):
+                detail = f"nothing came of it for {limits.stuck_s:g} s after its tokenizer was lost"
+                self._fail(stream, ErrorCode.DEADLINE, detail)
+            return
         is_new = not stream.num_placements
         limit_s = min(limits.place_s, limits.deadline_s) if is_new else limits.deadline_s
         if now - stream.progress_at >= limit_s:
@@ -222,6 +227,7 @@ class Streams:
     ) -> None:
         """Append what is new; ends the stream when that cannot be."""
         stream.progress_at = self._clock()
+        stream.has_moved = True
         num_known = stream.num_received - first_event
         if num_known < 0 and events:
             detail = f"events {stream.num_received} to {first_event - 1} never came"

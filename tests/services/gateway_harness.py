@@ -163,17 +163,22 @@ class GatewayThread:
         self.port = int(self.url.rpartition(":")[2])
         self._thread = threading.Thread(target=lambda: uvloop.run(self._run()), daemon=True)
         self._started = threading.Event()
+        self.error: LookupError | None = None
         self._thread.start()
         assert self._started.wait(PATIENCE_S)
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._started.set()
-        await self.gateway.run()
+        try:
+            await self.gateway.run()
+        except LookupError as error:  # a bug that a test has put in
+            self.error = error
 
     def begin_stop(self) -> None:
         """What SIGTERM does."""
-        self._loop.call_soon_threadsafe(self.gateway.stop)
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self.gateway.stop)
 
     def join(self) -> None:
         """Wait for the end."""

@@ -157,6 +157,30 @@ def test_any_of_several_keys_opens(tmp_path: Path, headers: dict[str, str]) -> N
         assert submit.api_key_hash == digests[1]
 
 
+def test_keys_do_not_share_the_prefix_cache(tmp_path: Path) -> None:
+    keys = ("first", "second", "first")
+    digests = [hashlib.sha256(key.encode()).hexdigest() for key in keys[:2]]
+    with running_mesh(tmp_path, api_keys=digests) as mesh:
+        salts: list[bytes] = []
+        for key in keys:
+            client = mesh.post(headers={"x-api-key": key})
+            submit = mesh.tokenizer.expect(Submit)
+            mesh.tokenizer.answer(submit, b"{}")
+            client.getresponse()
+            salts.append(submit.tenant_salt)
+        assert salts[0] == salts[2] != salts[1]
+        assert all(salts)
+        assert not any(salt.hex() in digest for salt in salts for digest in digests)
+
+
+def test_without_keys_all_share_the_prefix_cache(mesh: Mesh) -> None:
+    client = mesh.post()
+    submit = mesh.tokenizer.expect(Submit)
+    mesh.tokenizer.answer(submit, b"{}")
+    client.getresponse()
+    assert submit.tenant_salt == b""
+
+
 # ---------------------------------------------------------------- ids
 
 

@@ -301,3 +301,59 @@ def test_a_take_is_bounded_and_keeps_the_order() -> None:
 
     assert pieces == [(event, 1) for event in events]
     assert stream.buffered_bytes == 0
+
+
+def test_a_request_that_keeps_killing_its_tokenizer_is_given_up() -> None:
+    bench = Bench()
+    stream = bench.open()
+    for number in range(3):
+        assert stream.end is None
+        bench.pass_time(1)
+        bench.down()
+        if number < 2:
+            bench.up(key=f"again-{number}")
+            assert stream.placed
+    assert code_of(stream) is ErrorCode.ENGINE_RESTARTED
+    bench.up(key="last")
+    assert not stream.placed
+    assert not bench.tokenizers.num_placed
+
+
+def test_a_request_that_moves_or_lives_long_is_no_suspect() -> None:
+    bench = Bench()
+    moves, lives = bench.open(b"m" * 16), bench.open(b"l" * 16)
+    for number in range(6):
+        bench.pass_time(1)
+        bench.events(moves, number, 1)
+        bench.pass_time(StreamLimits().suspect_s if number % 2 else 1)
+        bench.down()
+        bench.up(key=f"again-{number}")
+        assert moves.placed
+        assert lives.placed
+
+
+def test_a_moved_request_of_which_nothing_comes_is_given_up_at_last() -> None:
+    bench = Bench(deadline_s=120, stuck_s=1200)
+    moved = bench.open(b"m" * 16)
+    bench.pass_time(60)
+    bench.down()
+    bench.up()
+    never_moved = bench.open(b"n" * 16)  # a plain answer may take as long as it takes
+    bench.pass_time(1199)
+    assert moved.end is None
+    bench.pass_time(1)
+    assert code_of(moved) is ErrorCode.DEADLINE
+    assert bench.links[0].sent[-1] == Cancel(moved.rid)
+    bench.pass_time(100_000)
+    assert never_moved.end is None
+
+
+def test_a_moved_request_that_moves_is_not_given_up() -> None:
+    bench = Bench(deadline_s=120, stuck_s=1200)
+    stream = bench.open()
+    bench.down()
+    bench.up()
+    for number in range(4):
+        bench.pass_time(1000)
+        bench.events(stream, number, 1)
+    assert stream.end is None
