@@ -122,6 +122,45 @@ def test_sharing_starts_while_the_first_request_still_runs() -> None:
     driver.assert_clean()
 
 
+def test_the_same_prompt_at_the_same_time_is_computed_once() -> None:
+    driver = Driver()
+    prompt = words(60)
+    requests = [driver.ask(prompt, max_tokens=3) for _ in range(4)]
+    other = driver.ask(20, max_tokens=3)
+    driver.run()
+    assert [request.cached_tokens for request in requests] == [0, 48, 48, 48]
+    assert other.first_token_ns < requests[1].first_token_ns  # it did not wait for them
+    computed = sum(report.num_tokens for report in driver.steps_ended())
+    assert computed == 60 + 3 * 12 + 20 + 5 * 2
+    driver.assert_clean()
+
+
+def test_nobody_waits_for_a_prefix_that_will_not_come() -> None:
+    driver = Driver()
+    prompt = words(60)
+    first, second = driver.ask(prompt, max_tokens=3), driver.ask(prompt, max_tokens=3)
+    driver.tick()
+    driver.abort(first)
+    driver.run()
+    assert second.terminals
+    assert driver.core.engine is not None
+    assert not any(driver.core.engine.residency.expected)
+    driver.assert_clean()
+
+
+def test_without_a_state_block_for_the_point_nobody_waits_for_it() -> None:
+    driver = Driver(num_state_blocks=2)
+    prompt = words(60)
+    blocker = driver.ask(4, max_tokens=60)
+    driver.step()
+    first, second = driver.ask(prompt, max_tokens=30), driver.ask(prompt, max_tokens=3)
+    driver.run()
+    assert blocker.terminals
+    assert first.terminals
+    assert second.terminals
+    driver.assert_clean()
+
+
 def test_cached_blocks_are_evicted_on_demand_least_recently_used_first() -> None:
     driver = Driver(num_global_blocks=16)
     old, new = words(32, seed=1), words(32, seed=2)

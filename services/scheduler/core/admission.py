@@ -14,7 +14,8 @@ from .watermark import Watermark
 
 
 class Admission:
-    """Moves requests from the queue into slots. Nobody overtakes the head."""
+    """Moves requests from the queue into slots. Nobody overtakes the head, unless that waits for
+    a prefix that is being computed."""
 
     def __init__(
         self,
@@ -39,7 +40,11 @@ class Admission:
 
         `budgets` are the prefill tokens left in this step, by rank.
         """
-        while (request := self._waiting.head()) is not None:
+        passed: set[int] = set()
+        while (request := self._waiting.head(passed)) is not None:
+            if self._waits_for_prefix(request):
+                passed.add(request.rid)
+                continue
             if self._must_be_alone(request):
                 return None
             rank, hit = self._place(request, budgets)
@@ -57,6 +62,19 @@ class Admission:
                 self.cached_tokens += request.cached_tokens
             return request
         return None
+
+    def _waits_for_prefix(self, request: Request) -> bool:
+        """Whether a resident is about to compute more of this prompt than is there: it began
+        earlier, so waiting costs nothing and saves the same work done twice."""
+        if not any(self._residency.expected):
+            return False
+        size = self._geometry.block_size
+        for rank, expected in enumerate(self._residency.expected):
+            hit = self._lookup(request, rank)
+            beyond = request.chain[hit.position // size : (len(request.ids) - 1) // size]
+            if any(key in expected for key in beyond):
+                return True
+        return False
 
     def _must_be_alone(self, request: Request) -> bool:
         """Whether a request may not join: after a device fault those that were in the step run one

@@ -202,6 +202,7 @@ def _quiescence(core: Scheduler, engine: Engine) -> None:
     """I12: nothing is left behind when nothing is there."""
     if core.registry.live or core.group.unresolved:
         return
+    _require(not any(engine.residency.expected), "I12 prefixes are expected of nobody")
     _require(not engine.residency.zombies, "I12 zombies without steps")
     for memory in engine.memories:
         for pool in memory.pools:

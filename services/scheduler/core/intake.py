@@ -16,6 +16,7 @@ from deepmesh.wire.messages import (
 )
 from deepmesh.wire.packed import unpack_ids
 
+from .checks import Refusal, check_values, check_vocabulary
 from .outbox import Outbox
 from .policy import Geometry, least_alone
 from .prefix_index import root_hash
@@ -25,16 +26,6 @@ from .waiting import WaitingQueue
 
 ANY_ATTEMPT = 1 << 62  # of an Abort that names none
 CLASSES = ("global", "window", "state")
-
-
-class Refusal(Exception):
-    """A request that must not be queued; the text says what to do about it."""
-
-    def __init__(
-        self, code: ErrorCode, detail: str, param: str = "", retry_after_s: float = 0.0
-    ) -> None:
-        super().__init__(detail)
-        self.code, self.detail, self.param, self.retry_after_s = code, detail, param, retry_after_s
 
 
 class Intake:
@@ -58,6 +49,7 @@ class Intake:
         self.geometry: Geometry | None = None  # known once an engine was loaded
         self.totals: tuple[int, int, int] = (0, 0, 0)  # the least blocks of any rank, by class
         self.fingerprint = ""
+        self.has_masks = False  # executors that can keep an output to a grammar
         self.draining = False
         self.prompt_tokens = 0
 
@@ -222,8 +214,7 @@ class Intake:
         if not 1 <= message.prompt_len <= len(prompt):
             detail = f"the prompt length {message.prompt_len} does not fit {len(prompt)} token ids"
             raise Refusal(ErrorCode.INVALID, detail, "prompt")
-        if message.max_tokens < 1:
-            raise Refusal(ErrorCode.INVALID, "max_tokens must be at least 1", "max_tokens")
+        check_values(message, has_masks=self.has_masks)
         if len(message.stop_ids) % 4:
             raise Refusal(ErrorCode.INVALID, "stop ids are not whole int32s", "stop_token_ids")
         ids = np.concatenate([prompt, output]).astype(np.int32)
@@ -254,9 +245,7 @@ class Intake:
         if int(request.ids.min()) < 0 or int(request.ids.max()) >= vocab_size:
             detail = f"token ids must lie in 0..{vocab_size - 1}"
             raise Refusal(ErrorCode.INVALID, detail, "prompt")
-        if any(not 0 <= token < vocab_size for token in request.stop_ids):
-            detail = f"stop token ids must lie in 0..{vocab_size - 1}"
-            raise Refusal(ErrorCode.INVALID, detail, "stop_token_ids")
+        check_vocabulary(message, request.stop_ids, vocab_size)
         self._check_lengths(message.prompt_len, message.max_tokens, geometry)
         request.root = root_hash(message.salt, self.fingerprint)
         request.chain = []

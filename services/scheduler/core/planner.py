@@ -156,8 +156,9 @@ class Planner:
             return False
         plan.prefill.append((index, start, end))
         budgets[rank] -= end - start
-        if end in request.points and self._prefix_cache:
-            self._capture(plan, index, end)
+        is_point = end in request.points and self._prefix_cache
+        if is_point and not self._capture(plan, index, end):
+            self._residency.reached(request, end)  # whoever waits for it waits in vain
         return True
 
     def _fit_window(self, index: int, start: int, end: int) -> int:
@@ -172,9 +173,11 @@ class Planner:
             return start
         return end
 
-    def _capture(self, plan: Plan, index: int, position: int) -> None:
+    def _capture(self, plan: Plan, index: int, position: int) -> bool:
         """Lease a state block for a resumable point; without one the point is not kept."""
         memory = self._residency.memories[index // self._residency.slots]
         block = memory.take(Pool.STATE, 1)
-        if block is not None:
-            plan.captures.append((index, position, block[0]))
+        if block is None:
+            return False
+        plan.captures.append((index, position, block[0]))
+        return True

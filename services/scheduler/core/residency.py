@@ -1,5 +1,7 @@
 """Who is resident: requests enter and leave slots, and their block tables grow and shrink."""
 
+from collections import Counter
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,6 +28,8 @@ class Residency:
             block_size=geometry.block_size,
         )
         self.zombies: dict[tuple[int, int], Zombie] = {}
+        # keys of points that residents are about to compute, by rank
+        self.expected: list[Counter[bytes]] = [Counter() for _ in memories]
         self.closes: list[list[tuple[int, int]]] = [[] for _ in memories]  # (slot, gen), unsent
         self.cancels: list[list[tuple[int, int, int]]] = [[] for _ in memories]
 
@@ -54,6 +58,7 @@ class Residency:
         request.slot = index
         request.deferred_state = hit.point.state_block if hit.point else -1
         request.points = self._points(request, hit)
+        self._expect(request, rank, 1)
         self._write_columns(request, index, hit, [*hit.global_blocks, *own], state[0])
         if hit.point is not None:
             start, blocks = hit.point.window_start, hit.point.window_blocks
@@ -80,6 +85,7 @@ class Residency:
         if request.deferred_state >= 0:
             self._release(memory, Pool.STATE, [request.deferred_state], 0)
             request.deferred_state = -1
+        self._expect(request, rank, -1)
         memory.release_slot(slot, fence)
         if not table.needs_init[index]:
             self.closes[rank].append((slot, int(table.gen[index])))
@@ -176,6 +182,21 @@ class Residency:
         if old is not None and memory.states.held[old.state_block] == 0:
             memory.index.drop_point(old.key)
         request.output_point = point.key
+
+    def reached(self, request: Request, position: int) -> None:
+        """A prefill has passed one of its points: nobody needs to wait for it any more."""
+        if position in request.points:
+            self._expect(request, request.slot // self.slots, -1, position)
+            request.points = [point for point in request.points if point != position]
+
+    def _expect(self, request: Request, rank: int, change: int, only: int = 0) -> None:
+        expected, size = self.expected[rank], self.geometry.block_size
+        for point in request.points if not only else [only]:
+            if point // size <= len(request.chain):
+                key = request.chain[point // size - 1]
+                expected[key] += change
+                if expected[key] <= 0:
+                    del expected[key]
 
     def _points(self, request: Request, hit: Hit) -> list[int]:
         return points_to_keep(

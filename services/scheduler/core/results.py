@@ -261,6 +261,8 @@ class Results:
             index = int(step.index[capture.row])
             alive = self._table.gen[index] == step.gen[capture.row]
             reached = int(rows["kv_len"][capture.row])
+            if alive:
+                self._residency.reached(self._table.request_at(index), capture.position)
             if alive and reached == capture.position <= self._table.confirmed[index]:
                 request = self._table.request_at(index)
                 self._residency.keep_point(

@@ -98,7 +98,7 @@ class World:
         self.clock.at(TICK_NS, self._tick)
 
     def _new_core(self, ranks: int) -> Scheduler:
-        return Scheduler(
+        core = Scheduler(
             self._config,
             name="scheduler-0",
             model="sim",
@@ -106,6 +106,8 @@ class World:
             first_epoch=1 + 1000 * self._restarts,
             max_unacked=self._max_unacked,
         )
+        core.intake.has_masks = True  # the simulated devices have them, and miss one at times
+        return core
 
     # ------------------------------------------------------------ running
 

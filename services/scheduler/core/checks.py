@@ -1,0 +1,72 @@
+"""Values that a `Generate` may hold: whoever sent it, a wrong one never reaches a queue."""
+
+import math
+from collections.abc import Iterator
+
+from deepmesh.wire.messages import ErrorCode, Generate, SamplingParams
+
+MAX_LOGPROBS = 20
+MAX_SEED = 2**63 - 1
+
+
+class Refusal(Exception):
+    """A request that must not be queued; the text says what to do about it."""
+
+    def __init__(
+        self, code: ErrorCode, detail: str, param: str = "", retry_after_s: float = 0.0
+    ) -> None:
+        super().__init__(detail)
+        self.code, self.detail, self.param, self.retry_after_s = code, detail, param, retry_after_s
+
+
+def check_values(message: Generate, *, has_masks: bool) -> None:
+    """What can be told without an engine.
+
+    Args:
+        has_masks: the executors can keep an output to a grammar.
+    Raises:
+        Refusal: with the field at fault.
+    """
+    for param, holds, must in (*_numbers(message), *_sampling(message.sampling)):
+        if not holds:
+            raise Refusal(ErrorCode.INVALID, f"{param} must {must}", param)
+    if message.grammar is not None and not has_masks:
+        detail = "constrained decoding is not there yet: leave the grammar out"
+        raise Refusal(ErrorCode.INVALID, detail, "grammar")
+
+
+def check_vocabulary(message: Generate, stop_ids: frozenset[int], vocab_size: int) -> None:
+    """Ids beside those of the prompt.
+
+    Raises:
+        Refusal: with the field at fault.
+    """
+    biased = (token for token, _ in message.sampling.logit_bias)
+    for param, ids in (("stop_token_ids", stop_ids), ("logit_bias", biased)):
+        if any(not 0 <= token < vocab_size for token in ids):
+            detail = f"{param}: token ids must lie in 0..{vocab_size - 1}"
+            raise Refusal(ErrorCode.INVALID, detail, param)
+
+
+def _numbers(message: Generate) -> Iterator[tuple[str, bool, str]]:
+    yield "max_tokens", message.max_tokens >= 1, "be at least 1"
+    most = message.max_tokens
+    yield "min_tokens", 0 <= message.min_tokens <= most, f"lie in 0..max_tokens, {most}"
+    yield "seed", 0 <= message.seed <= MAX_SEED, "lie in 0..2**63-1"
+    has_logprobs = -1 <= message.n_logprobs <= MAX_LOGPROBS
+    yield "top_logprobs", has_logprobs, f"lie in -1..{MAX_LOGPROBS}"
+
+
+def _sampling(sampling: SamplingParams) -> Iterator[tuple[str, bool, str]]:
+    """Comparisons are written so that NaN fails them."""
+    warmth = sampling.temperature
+    yield "temperature", math.isfinite(warmth) and warmth >= 0, "be a finite number from 0 on"
+    yield "top_k", sampling.top_k >= 0, "be 0 (off) or more"
+    yield "top_p", 0 < sampling.top_p <= 1, "be above 0 and at most 1"
+    yield "min_p", 0 <= sampling.min_p <= 1, "lie in 0..1"
+    yield "presence_penalty", math.isfinite(sampling.presence_penalty), "be finite"
+    yield "frequency_penalty", math.isfinite(sampling.frequency_penalty), "be finite"
+    repetition = sampling.repetition_penalty
+    yield "repetition_penalty", math.isfinite(repetition) and repetition > 0, "be above 0"
+    is_finite = all(math.isfinite(amount) for _, amount in sampling.logit_bias)
+    yield "logit_bias", is_finite, "hold finite numbers"
