@@ -46,6 +46,11 @@ _NEEDS = {
 }
 
 
+REFERENCE = "reference"  # for `use`: no native kernels
+_choice: tuple[str, tuple[str, ...]] = ("", ())  # level (empty: the best), further flags
+_bound: list[list[Native]] = []  # what `lazy` has looked up
+
+
 class BuildError(RuntimeError):
     """The compiler is missing or refused the source; the text says which and why."""
 
@@ -76,12 +81,28 @@ def prepare(on_progress: Callable[[int, int], None] = lambda done, total: None) 
 
 @functools.cache
 def library(family: str) -> ctypes.CDLL | None:
-    """The native kernels of a family at the best level, or None: use the reference."""
+    """The native kernels of a family, or None: use the reference."""
+    level, extra_flags = _choice
+    if level == REFERENCE:
+        return None
     try:
-        return load(family, supported_levels()[0])
+        return load(family, level or supported_levels()[0], extra_flags)
     except BuildError as error:
         _say_once(str(error))
         return None
+
+
+def use(level: str = "", extra_flags: tuple[str, ...] = ()) -> None:
+    """From now on run kernels of this level, or REFERENCE: for tests and benchmarks.
+
+    Weights packed before do not fit if one of the two is REFERENCE.
+    """
+    global _choice
+    _choice = (level, extra_flags)
+    library.cache_clear()
+    load.cache_clear()
+    for ready in _bound:
+        ready.clear()
 
 
 @functools.cache
@@ -90,13 +111,13 @@ def _say_once(problem: str) -> None:
 
 
 @functools.cache
-def load(family: str, level: str) -> ctypes.CDLL:
+def load(family: str, level: str, extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL:
     """Build `kernels/FAMILY/csrc/FAMILY.cpp` for a level unless it is there, and load it.
 
     Raises:
         BuildError: no compiler, or it refused the source.
     """
-    return ctypes.CDLL(str(build(family, level)))
+    return ctypes.CDLL(str(build(family, level, extra_flags)))
 
 
 def function(lib: ctypes.CDLL, name: str, argument_types: Sequence[type]) -> Native:
@@ -109,6 +130,7 @@ def function(lib: ctypes.CDLL, name: str, argument_types: Sequence[type]) -> Nat
 def lazy(family: str, name: str, argument_types: Sequence[type]) -> Native:
     """Like `function`, but the library is loaded by the first call."""
     ready: list[Native] = []
+    _bound.append(ready)
 
     def call(*arguments: object) -> None:
         if not ready:

@@ -1,6 +1,6 @@
 // Matrix products in which every output element is summed over K in one order, alone or among
-// many rows: one chain of fused multiply-adds, for each pair of inner positions first the odd
-// one, then the even one.
+// many rows: a chain of fused multiply-adds for every 1,024 inner positions, for each pair of them
+// first the odd one, then the even one; the chains' results are added in order.
 //
 // Packed weights: panels of 16 outputs; a panel holds for each pair of inner positions either 16
 // words of two bfloat16 (low half: the even position), or 16 floats of the even position, then 16
@@ -56,12 +56,15 @@ INLINE I weight_bits(const uint32_t* w) {
     return v;
 }
 
-// R rows times C panels; acc[r][c] lanes are outputs.
+constexpr int64_t CHAIN_PAIRS = 512;
+
+// R rows times C panels over pairs [first, end); acc[r][c] lanes are outputs.
 template <int R, int C, Kind kind>
-INLINE void tile(const Rows& x, int64_t pairs, int64_t step, const uint32_t* panel, F (&acc)[R][C]) {
+INLINE void chain(const Rows& x, int64_t first, int64_t end, int64_t step, const uint32_t* panel,
+                  F (&acc)[R][C]) {
     for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++) acc[r][c] = F{};
-    for (int64_t k = 0; k < pairs; k++) {
+    for (int64_t k = first; k < end; k++) {
         F w[C];
         for (int c = 0; c < C; c++)
             w[c] = kind == FP32 ? load((const float*)(panel + c * step + (2 * k + 1) * LANES))
@@ -77,6 +80,18 @@ INLINE void tile(const Rows& x, int64_t pairs, int64_t step, const uint32_t* pan
             F a = splat(x.data[r * x.stride + 2 * k]);
             for (int c = 0; c < C; c++) acc[r][c] = fma(a, w[c], acc[r][c]);
         }
+    }
+}
+
+template <int R, int C, Kind kind>
+INLINE void tile(const Rows& x, int64_t pairs, int64_t step, const uint32_t* panel, F (&sum)[R][C]) {
+    chain<R, C, kind>(x, 0, pairs < CHAIN_PAIRS ? pairs : CHAIN_PAIRS, step, panel, sum);
+    for (int64_t first = CHAIN_PAIRS; first < pairs; first += CHAIN_PAIRS) {
+        F acc[R][C];
+        const int64_t end = first + CHAIN_PAIRS < pairs ? first + CHAIN_PAIRS : pairs;
+        chain<R, C, kind>(x, first, end, step, panel, acc);
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < C; c++) sum[r][c] += acc[r][c];
     }
 }
 

@@ -1,11 +1,12 @@
-"""Every reference gives a row the same bits alone, among others, and in another place."""
+"""Every kernel gives a row the same bits alone, among others, and in another place."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
+from kernels import native
 from kernels.attention.block_slots import BlockTable
 from kernels.attention.cache_rows import RowFormat, cache_rows
 from kernels.attention.compress import pool_pairs
@@ -13,11 +14,11 @@ from kernels.attention.index_scores import index_scores
 from kernels.attention.rope import RopeTable, frequencies, rotate
 from kernels.attention.select import candidate_blocks, top_k_indices
 from kernels.attention.sparse import sparse_attention
-from kernels.engram.gate import engram_gate
+from kernels.engram.gate import add_gated, engram_gate
 from kernels.engram.hash import ngram_rows
 from kernels.mhc.mix import hyper_mix
 from kernels.mhc.rms_norm import rms_norm
-from kernels.mhc.streams import collapse, expand
+from kernels.mhc.streams import collapse, collapse_norm, expand
 from kernels.moe.experts import combine_slots, expert_mlp, routed_experts
 from kernels.moe.gate import route
 from kernels.quant.linear import Rounding, linear, pack_linear, tile_linear
@@ -104,7 +105,8 @@ def rope_case() -> tuple[Rows, Callable[..., Outputs]]:
 def engram_case() -> tuple[Rows, Callable[..., Outputs]]:
     q, k = normal(4, 64), normal(4, 64)
     return (normal(NUM_TOKENS, 4, 64), normal(NUM_TOKENS, 4, 64) * 2), lambda x, y: (
-        engram_gate(x, y, q, k, 1e-20),
+        gates := engram_gate(x, y, q, k, 1e-20),
+        add_gated(x, gates, y[:, 0], bf16=True),
     )
 
 
@@ -146,7 +148,11 @@ CASES: dict[str, tuple[Rows, Callable[..., Outputs]]] = {
             normal(NUM_TOKENS, 4),
             normal(NUM_TOKENS, 4, 4),
         ),
-        lambda x, y, post, comb: (collapse(x, post), expand(x, y, post, comb)),
+        lambda x, y, post, comb: (
+            collapse(x, post),
+            collapse_norm(x, post, normal(64), 1e-20, bf16=True),
+            expand(x, y, post, comb),
+        ),
     ),
     "pointwise": (
         (normal(NUM_TOKENS, 37) * 5,),
@@ -175,22 +181,44 @@ def bits(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.int32) if x.dtype == torch.float32 else x
 
 
+def run_alike(op: Callable[..., Outputs], rows: Rows, wanted: Outputs, piece: Tensor) -> None:
+    """The rows of `piece` by themselves have the bits that they have in the whole."""
+    found = op(*[x[piece].contiguous() for x in rows])
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert torch.equal(bits(ours), bits(theirs[piece]))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", CASES)
-def test_rows_do_not_see_each_other(name: str) -> None:
+def test_rows_do_not_see_each_other(name: str, threads: int) -> None:
     rows, op = CASES[name]
     whole = op(*rows)
-    order = torch.randperm(NUM_TOKENS, generator=torch.Generator().manual_seed(2))
-    pieces = [
-        torch.arange(NUM_TOKENS),
-        order,
-        *[torch.tensor([i]) for i in (0, 1, 17, NUM_TOKENS - 1)],
-        torch.arange(5, 22),
-        torch.arange(3, 69),
-    ]
-    for piece in pieces:
-        found = op(*[x[piece].contiguous() for x in rows])
-        for ours, wanted in zip(found, whole, strict=True):
-            assert torch.equal(bits(ours), bits(wanted[piece]))
+    torch.set_num_threads(threads)
+    try:
+        run_alike(op, rows, whole, torch.randperm(NUM_TOKENS))
+        for row in (0, 1, 17, NUM_TOKENS - 1):
+            run_alike(op, rows, whole, torch.tensor([row]))
+        for size in (2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 47, 49, 50, 64):
+            run_alike(op, rows, whole, torch.arange(size) + size % 7)
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.fixture
+def every_level() -> Iterator[None]:
+    yield
+    native.use()
+
+
+@pytest.mark.usefixtures("every_level")
+@pytest.mark.parametrize("name", CASES)
+def test_every_instruction_level_has_the_same_bits(name: str) -> None:
+    rows, op = CASES[name]
+    wanted = op(*rows)
+    for level in native.supported_levels():
+        native.use(level)
+        for ours, theirs in zip(op(*rows), wanted, strict=True):
+            assert torch.equal(bits(ours), bits(theirs)), level
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -115,7 +115,7 @@ def test_a_rank_holds_its_own_experts_only() -> None:
 def test_progress_ends_at_its_total() -> None:
     seen: list[tuple[str, int, int]] = []
     load_model(FIXTURE, "fp32", progress=lambda *step: seen.append(step))
-    assert [step for step in seen if step[0] == "layers"][0] == ("layers", 0, 11)
+    assert next(step for step in seen if step[0] == "layers") == ("layers", 0, 11)
     assert seen[-1] == ("layers", 11, 11)
 
 
