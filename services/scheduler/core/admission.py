@@ -79,13 +79,11 @@ class Admission:
     def _must_be_alone(self, request: Request) -> bool:
         """Whether a request may not join: after a device fault those that were in the step run one
         by one until each has brought a token, so that a second fault finds the culprit alone."""
-        residents = self._table.resident().tolist()
+        table = self._table
+        here = table.resident()
         if request.suspect and len(request.ids) <= request.suspect_len:
-            return bool(residents)
-        return any(
-            resident.suspect and self._table.confirmed[resident.slot] <= resident.suspect_len
-            for resident in map(self._table.request_at, residents)
-        )
+            return len(here) > 0
+        return bool((table.suspect_len[here] >= table.confirmed[here]).any())
 
     def _park(self) -> bool:
         """A request whose client takes no tokens gives its place to those that wait."""

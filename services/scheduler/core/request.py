@@ -117,6 +117,7 @@ class RequestTable:
         self.acked_len = np.zeros(size, np.int64)  # P + acknowledged output tokens
         self.progress_ns = np.zeros(size, np.int64)
         self.producer = np.zeros(size, np.int64)  # step of the latest row, this epoch
+        self.suspect_len = np.zeros(size, np.int64)  # K at its last device fault; 0 without one
         self.num_logprobs = np.full(size, -1, np.int64)
         self.grammar = np.zeros(size, np.uint8)
         self.num_global = np.zeros(size, np.int64)

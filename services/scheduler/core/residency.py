@@ -244,6 +244,7 @@ class Residency:
         table.acked_len[index] = request.prompt_len + request.acked
         table.progress_ns[index] = request.progress_ns
         table.producer[index] = 0
+        table.suspect_len[index] = request.suspect_len if request.suspect else 0
         table.num_logprobs[index] = request.generate.n_logprobs
         table.grammar[index] = request.generate.grammar is not None
         table.num_global[index] = len(blocks)
