@@ -185,7 +185,7 @@ class StreamExecutor:
         """The scheduler learns of a dead peer, or of a step that failed there, from others than
         this rank, and begins a new epoch. If it does not, the session has to end.
         """
-        _log.warning("step %d: %s", step.step_id, reason)
+        _log.warning("group step %d of epoch %d: %s", step.group_step, step.engine_epoch, reason)
         self.counters["lost_groups"] += 1
         with self._changed:
             self._changed.wait_for(

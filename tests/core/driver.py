@@ -88,6 +88,7 @@ class Driver:
         self.core = Scheduler(
             config, name="scheduler-0", model="m", served_model="tiny", max_unacked=max_unacked
         )
+        self.core.intake.has_masks = True  # the simulated device misses one at times
         self.device = Device(self.capacity, 0)
         self.now = SECOND
         self.requests: dict[bytes, SimRequest] = {}
