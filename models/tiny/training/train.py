@@ -207,7 +207,7 @@ def parse_options() -> argparse.Namespace:
         "--ends-at",
         type=float,
         nargs=3,
-        default=(830, 1170, 1340),
+        default=(740, 1110, 1235),
         metavar="SECONDS",
         help="when the dense, sparse and draft phases end, in seconds since the start",
     )
