@@ -43,7 +43,8 @@ class Results:
         self._registry = registry
         self._geometry = geometry
         self._maybe_stop = np.zeros(geometry.vocab_size, np.bool_)  # a stop id of any request
-        self._ends: list[tuple[Request, FinishReason]] = []
+        self._finished: list[tuple[Request, FinishReason]] = []  # of the result being applied
+        self._failed: list[tuple[Request, ErrorCode, str]] = []
         self.output_tokens = 0
 
     def watch(self, stop_ids: frozenset[int]) -> None:
@@ -74,9 +75,7 @@ class Results:
             self._apply_row(rank_step, rows, row, tokens[at : at + int(counts[row])], probs, now)
         self._keep_points(step, rank_step, rows, result.rank)
         self._outbox.flush_rows(step.step_id, now)
-        ends, self._ends = self._ends, []
-        for request, reason in ends:
-            self._registry.finish(request, reason, now)
+        self._end_requests(now)
         live = rank_step.index[self._table.gen[rank_step.index] == rank_step.gen]
         self._residency.prune_windows(live)
         settled = live[self._table.leaving[live] & (self._table.inflight_rows[live] == 0)]
@@ -101,13 +100,17 @@ class Results:
         tokens: NDArray[np.int32],
         alive: NDArray[np.bool_],
     ) -> None:
+        """A decode row gains a position per token; a chunk brings a token at its end only."""
         gained = rows["kv_len"].astype(np.int64) - self._table.confirmed_kv[step.index]
-        wrong = alive & ((gained < 0) | (gained > step.q))
+        counts = rows["num_tokens"].astype(np.int64)
+        most = np.where(step.is_prefill, step.sampled, gained)
+        unlike = ~step.is_prefill & (gained != counts) & (rows["done_reason"] != DoneReason.ERROR)
+        wrong = alive & ((gained < 0) | (gained > step.q) | (counts > most) | unlike)
         if wrong.any():
             row = int(np.flatnonzero(wrong)[0])
             raise ProtocolError(
-                f"row {row} says kv_len {int(rows['kv_len'][row])}, which its "
-                f"{int(step.q[row])} positions cannot reach"
+                f"row {row} of {int(step.q[row])} positions gained {int(gained[row])} "
+                f"and brought {int(counts[row])} tokens"
             )
         if len(tokens) and not (
             int(tokens.min()) >= 0 and int(tokens.max()) < self._geometry.vocab_size
@@ -183,12 +186,8 @@ class Results:
         request = table.request_at(index)
         reason = int(rows["done_reason"][row])
         if reason == DoneReason.ERROR:
-            self._registry.fail(
-                request,
-                ErrorCode.ENGINE_ERROR,
-                "the model's output for this request was not finite",
-                now,
-            )
+            detail = "the model's output for this request was not finite"
+            self._failed.append((request, ErrorCode.ENGINE_ERROR, detail))
             return
         if step.is_prefill[row]:
             table.progress_ns[index] = now
@@ -198,10 +197,19 @@ class Results:
         if count:
             self._emit(request, index, tokens[:count], probs, row, now)
         if end is not None:
-            self._ends.append((request, end))
+            self._finished.append((request, end))
         elif reason in (DoneReason.EOS, DoneReason.LENGTH):
             detail = "the device ended the request at a token that does not end it"
-            self._registry.fail(request, ErrorCode.INTERNAL, detail, now)
+            self._failed.append((request, ErrorCode.INTERNAL, detail))
+
+    def _end_requests(self, now: int) -> None:
+        """Behind the tokens of the step, so that nothing follows a terminal message."""
+        finished, self._finished = self._finished, []
+        for request, reason in finished:
+            self._registry.finish(request, reason, now)
+        failed, self._failed = self._failed, []
+        for request, code, detail in failed:
+            self._registry.fail(request, code, detail, now)
 
     def _walk(
         self, request: Request, index: int, tokens: NDArray[np.int32]
