@@ -261,6 +261,36 @@ def test_a_result_that_cannot_be_right_starts_the_engine_anew(fault: str) -> Non
     driver.assert_clean()
 
 
+@pytest.mark.parametrize("field", ["kv_len", "num_tokens"])
+def test_a_decode_row_brings_a_token_for_each_position(field: str) -> None:
+    driver = Driver()
+    driver.ask(10, max_tokens=20)
+    driver.tick()
+    driver.body()
+    driver.tail()
+    good = driver.device.body(driver.steps.popleft())
+    rows = np.frombuffer(good.rows, RESULT).copy()
+    rows[field] -= 1
+    tokens = b"" if field == "num_tokens" else good.tokens
+    driver.mail(replace(good, rows=rows.tobytes(), tokens=tokens), EXECUTOR)
+    assert len(driver.messages(Reset)) == 1
+    driver.run()
+    driver.assert_clean()
+
+
+def test_a_chunk_in_the_middle_of_a_prompt_brings_no_token() -> None:
+    driver = Driver()
+    driver.ask(40, max_tokens=4)
+    driver.tick()
+    good = driver.device.body(driver.steps.popleft())
+    rows = np.frombuffer(good.rows, RESULT).copy()
+    rows["num_tokens"] = 1
+    driver.mail(replace(good, rows=rows.tobytes(), tokens=b"\0\0\0\0"), EXECUTOR)
+    assert len(driver.messages(Reset)) == 1
+    driver.run()
+    driver.assert_clean()
+
+
 def test_a_request_in_two_failing_steps_is_failed_and_the_others_go_on() -> None:
     driver = Driver()
     others = [driver.ask(10, max_tokens=20) for _ in range(3)]
