@@ -69,8 +69,7 @@ class StreamExecutor:
         self._epoch = NO_EPOCH
         self._capacity: Capacity | None = None
         self._closing = False
-        self._slots: SlotTable | None = None  # of the epoch below; the worker's own
-        self._slots_epoch = NO_EPOCH
+        self._slots: SlotTable | None = None  # of this epoch; the worker fills it
         self._rank, self._ranks = 0, 1
         self._group_lost = ""  # why; empty: it is not
         self._gpu_done = 0
@@ -127,6 +126,7 @@ class StreamExecutor:
             self._cancelled.clear()
             self._gpu_done = 0
             self._ops_done = []
+            self._slots = None  # also when the number repeats: a new epoch has empty slots
             self._engine.begin_epoch(engine_epoch)
             self._changed.notify_all()
 
@@ -156,8 +156,8 @@ class StreamExecutor:
 
     def _slots_of_epoch(self) -> SlotTable:
         assert self._capacity is not None
-        if self._slots is None or self._slots_epoch != self._epoch:
-            self._slots, self._slots_epoch = SlotTable(self._capacity), self._epoch
+        if self._slots is None:
+            self._slots = SlotTable(self._capacity)
         return self._slots
 
     def _run(self, job: _Job, slots: SlotTable) -> None:

@@ -275,6 +275,27 @@ sys.exit("torch" in sys.modules)
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
 
+# ---------------------------------------------------------------- epochs
+
+
+def test_a_repeated_epoch_number_begins_with_empty_slots_too(tmp_path: Path) -> None:
+    executor = StreamExecutor(FakeEngine(make_config(tmp_path)))
+    try:
+        host = Host(executor, executor.load(order(make_config(tmp_path))))
+        host.run(host.admit(PROMPT, 4))
+        host.submit(host.row(host.admit(PROMPT, 8)))
+        host.take()
+        assert executor.num_requests > 0
+        executor.reset(host.epoch)
+        assert executor.num_requests == 0
+        late = Host(executor, host.capacity, epoch=host.epoch)
+        again = late.admit(PROMPT, 8)
+        late.run(again)
+    finally:
+        executor.close()
+    assert again.output == Oracle(VOCAB_SIZE).generate(PROMPT, 8, seed=0, stop_ids=[])
+
+
 # ---------------------------------------------------------------- the fake's own checks
 
 
