@@ -35,10 +35,10 @@ def mixed(
             SimRequest(
                 rid=number.to_bytes(16, "big"),
                 prompt=prompt,
-                max_tokens=draw.randrange(1, min(80, room - length) + 1),
+                max_tokens=(most := draw.randrange(1, min(80, room - length) + 1)),
                 arrival_ns=draw.randrange(span_ns),
                 seed=draw.randrange(1 << 30),
-                min_tokens=draw.choice([0, 0, 4]),
+                min_tokens=min(most, draw.choice([0, 0, 4])),
                 stop_ids=frozenset(stops),
                 priority=draw.choice([0, 0, 0, 1]),
                 grammar=draw.random() < grammar_share,
