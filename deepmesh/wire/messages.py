@@ -78,6 +78,7 @@ class ReplicaStats(Struct, frozen=True):
     finished: int = 0
     failed: int = 0
     draining: bool = False
+    failed_audits: int = 0  # invariants that did not hold: a bug, see the scheduler's log
 
 
 class ServiceStats(Struct, frozen=True):

@@ -45,6 +45,7 @@ _REPLICA_COUNTERS: list[tuple[str, str, _Read, str]] = [
     ("steps", "Group steps", lambda r: r.steps, ""),
     ("replica_finished", "Requests that ended well", lambda r: r.finished, ""),
     ("replica_failed", "Requests that failed", lambda r: r.failed, ""),
+    ("failed_audits", "Invariants of the scheduler that failed", lambda r: r.failed_audits, ""),
 ]
 
 

@@ -4,6 +4,8 @@ import gc
 import logging
 import time
 
+from msgspec.structs import replace
+
 from deepmesh.config import Config
 from deepmesh.telemetry import Tracer
 from deepmesh.wire.inbox import Inbox
@@ -24,6 +26,7 @@ from deepmesh.wire.messages import (
 from deepmesh.wire.sockets import Identity, LinkEvent, Listener, PeerDown, PeerUp
 from deepmesh.wire.sockets import Mail as LinkMail
 
+from .checkup import Checkup
 from .core.events import (
     Action,
     Event,
@@ -65,6 +68,7 @@ class SchedulerService:
         self.listener = Listener(config.scheduler_address(index), me, config.links, self._stats)
         self.inbox = Inbox(self.listener)
         self._traces = Traces(tracer)
+        self._checkup = Checkup(self.core)
         self._stops = self._stops_taken = 0
 
     def stop(self) -> None:
@@ -98,6 +102,7 @@ class SchedulerService:
         for order in self._take_orders():
             self._handle(Mail("", order))
         self._handle(Tick())
+        self._checkup.look()
 
     def _take_orders(self) -> list[Drain | Shutdown]:
         first, self._stops_taken = self._stops_taken, self._stops
@@ -172,7 +177,7 @@ class SchedulerService:
             self._turn(left)
 
     def _stats(self) -> ServiceStats:
-        stats = self.core.stats()
+        stats = replace(self.core.stats(), failed_audits=self._checkup.num_failed)
         return ServiceStats(
             ready=stats.ready, requests=stats.waiting + stats.running, replicas=[stats]
         )

@@ -197,6 +197,28 @@ def test_heartbeats_tell_the_state_of_the_replica(mesh: Mesh) -> None:
     assert request.terminals
 
 
+def test_a_failed_audit_is_told_in_heartbeats_and_stops_nothing(config: Config) -> None:
+    audit_off = replace(config.scheduler, audit=False)
+    mesh = Mesh(replace(config, scheduler=audit_off))
+
+    def told() -> bool:
+        assert mesh.tokenizer.link.peer is not None
+        (stats,) = mesh.tokenizer.link.peer.stats.replicas
+        return stats.failed_audits >= 1
+
+    try:
+        mesh.wait_ready()
+        assert mesh.service.core.engine is not None
+        mesh.service.core.engine.memories[0].pools[0].held[-1] += 1
+        first = mesh.tokenizer.ask(1, words(40), 5)
+        mesh.pump(told)
+        second = mesh.tokenizer.ask(2, words(40), 5)
+        mesh.pump(lambda: bool(first.terminals and second.terminals))
+        second.verify(VOCAB)
+    finally:
+        mesh.close()
+
+
 def test_a_request_that_comes_before_the_executor_waits_for_it(config: Config) -> None:
     mesh = Mesh(config)
     try:
