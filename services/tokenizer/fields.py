@@ -22,7 +22,7 @@ class Rule(NamedTuple):
 
     how: How
     neutral: tuple[object, ...] = ()  # values of a REFUSED or HINT field that are accepted
-    why: str = ""  # completes "`field` is refused: …"
+    why: str = ""  # completes "`field` is refused: …"; a note on one that is used
 
 
 _RECIPE = Rule(How.RECIPE)
@@ -35,6 +35,18 @@ def _refused(why: str, *neutral: object) -> Rule:
     return Rule(How.REFUSED, neutral, why)
 
 
+_ADVISORY = Rule(
+    How.RECIPE,
+    why="its format is advice in this version: the prompt asks the model for it, nothing "
+    "enforces it; `strict` is refused",
+)
+_CHOICE = Rule(
+    How.RECIPE,
+    why='"required", or a tool by its name, is advice in this version: the prompt begins a '
+    "call, nothing enforces the rest",
+)
+_LIMIT = Rule(How.BOTH, why="lowered to the room that the prompt leaves in the context")
+_OUR_LIMIT = Rule(How.OURS, why=_LIMIT.why)
 _MASKS = _refused("constrained decoding is not there yet; describe the format in the prompt")
 _TIER = Rule(How.HINT, ("auto", "default", "standard", "standard_only"), "there is one tier")
 
@@ -81,15 +93,15 @@ CHAT: dict[str, Rule] = {
     "messages": _RECIPE,
     "stream": _RECIPE,
     "tools": _RECIPE,
-    "tool_choice": _RECIPE,
-    "response_format": _RECIPE,
+    "tool_choice": _CHOICE,
+    "response_format": _ADVISORY,
     "thinking": _RECIPE,
     "reasoning_effort": _RECIPE,
     "stop": _BOTH,
     "logprobs": _RECIPE,
     "top_logprobs": _BOTH,
-    "max_tokens": _BOTH,
-    "max_completion_tokens": _OURS,
+    "max_tokens": _LIMIT,
+    "max_completion_tokens": _OUR_LIMIT,
     "stream_options": _OURS,
     "chat_template_kwargs": _OURS,
     "n": _N,
@@ -116,11 +128,11 @@ RESPONSES: dict[str, Rule] = {
     "instructions": _RECIPE,
     "stream": _RECIPE,
     "tools": _RECIPE,
-    "tool_choice": _RECIPE,
+    "tool_choice": _CHOICE,
     "reasoning": _RECIPE,
-    "text": _RECIPE,
+    "text": _ADVISORY,
     "user": _RECIPE,
-    "max_output_tokens": _BOTH,
+    "max_output_tokens": _LIMIT,
     "top_logprobs": _BOTH,
     "previous_response_id": _refused("responses are not stored; send the whole conversation"),
     "conversation": _refused("conversations are not stored; send the whole conversation"),
@@ -143,11 +155,11 @@ MESSAGES: dict[str, Rule] = {
     "system": _RECIPE,
     "stream": _RECIPE,
     "tools": _RECIPE,
-    "tool_choice": _RECIPE,
+    "tool_choice": _CHOICE,
     "thinking": _RECIPE,
     "output_config": _RECIPE,
     "stop_sequences": _BOTH,
-    "max_tokens": _BOTH,
+    "max_tokens": _LIMIT,
     "cache_control": _HINT,  # every prefix is cached
     "output_format": _MASKS,
     "mcp_servers": _refused("tools run at the client", []),
@@ -160,7 +172,7 @@ COMPLETIONS: dict[str, Rule] = {
     **_SAMPLING,
     "model": _OURS,
     "prompt": _OURS,
-    "max_tokens": _OURS,
+    "max_tokens": _OUR_LIMIT,
     "stream": _OURS,
     "stream_options": _OURS,
     "stop": _OURS,

@@ -42,7 +42,10 @@ def _fields(rules: dict[str, Rule]) -> list[str]:
     lines: list[str] = []
     for what, group in groupby(ordered, key=lambda item: _GROUPS.get(item[1].how, "")):
         if what:
-            lines += [f"Used: {', '.join(code(name) for name, _ in group)}.", ""]
+            used = list(group)
+            lines += [f"Used: {', '.join(code(name) for name, _ in used)}.", ""]
+            notes = [f"- {code(name)}: {rule.why}." for name, rule in used if rule.why]
+            lines += [*notes, ""] if notes else []
             continue
         rows = [[code(name), _fate(rule), _values(rule), rule.why] for name, rule in group]
         lines += table(["field", "", "accepted values", "why"], rows)
