@@ -117,7 +117,7 @@ class World:
         target = self.tokenizers[tokenizer]
         self.clock.at(request.arrival_ns - self.clock.now, lambda: target.submit(request))
 
-    def run(self, limit_ns: int = 10**13) -> None:
+    def run(self, limit_ns: int = 10**12) -> None:
         """Until every request has ended and the device is idle.
 
         Raises:
