@@ -143,6 +143,7 @@ def make_request(number: int, draw: random.Random) -> Generate:
     ids = family[: draw.randrange(1, 400)]
     if draw.random() < 0.5:
         ids += [draw.randrange(600, VOCAB) for _ in range(draw.randrange(1, 60))]
+    max_tokens = draw.randrange(1, 160)
     return Generate(
         rid=number.to_bytes(16, "little"),
         attempt=0,
@@ -152,8 +153,8 @@ def make_request(number: int, draw: random.Random) -> Generate:
         sampling=SamplingParams(temperature=0.0),
         seed=number // 2,
         stop_ids=pack_ids([1]),
-        max_tokens=draw.randrange(1, 160),
-        min_tokens=draw.choice([0, 0, 20]),
+        max_tokens=max_tokens,
+        min_tokens=min(max_tokens, draw.choice([0, 0, 20])),
         n_logprobs=draw.choice([-1, 0, 3]),
     )
 
