@@ -29,6 +29,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         slots=st.integers(1, 5),
         cache=st.booleans(),
         step_tokens=st.sampled_from([16, 32, 64]),
+        draft_len=st.sampled_from([0, 0, 3]),
+        one_class=st.booleans(),
     )
     def start(
         self,
@@ -39,6 +41,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         slots: int,
         cache: bool,
         step_tokens: int,
+        draft_len: int,
+        one_class: bool,
     ) -> None:
         config = replace(
             CONFIG,
@@ -53,6 +57,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_window_blocks=windows,
             num_state_blocks=states,
             num_slots=slots,
+            draft_len=draft_len,
+            one_kernel_class=one_class,
             max_model_len=80,
         )
         self.waited_s = 0
