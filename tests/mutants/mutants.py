@@ -211,4 +211,25 @@ MUTANTS = [
         "histogram = self._confidences[-1]",
         "tests/core/test_speculation.py",
     ),
+    Mutant(
+        "ack-before-send",
+        "services/tokenizer/request.py",
+        "while self.acks and self.acks[0][0] <= taken:",
+        "while self.acks:",
+        "tests/services/test_tokenizer_core.py -k acks",
+    ),
+    Mutant(
+        "wait-for-a-prefix-for-ever",
+        CORE + "residency.py",
+        "        self._expect(request, rank, -1)\n",
+        "",
+        "tests/core/test_prefix_cache.py",
+    ),
+    Mutant(
+        "admit-beside-a-suspect",
+        CORE + "admission.py",
+        "            return len(here) > 0\n",
+        "            return False\n",
+        "tests/core/test_recovery.py",
+    ),
 ]
