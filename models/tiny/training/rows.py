@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
 import numpy as np
@@ -179,7 +180,7 @@ def _work(
     data: Path,
     num_tokens: int,
     mixture: Mixture,
-    longest: "mp.Value",
+    longest: "Synchronized[int]",
     seed: int,
 ) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism

@@ -55,7 +55,7 @@ def tokenise(tokenizer: Tokenizer, documents: list[str]) -> tuple[np.ndarray, np
     rng = random.Random(3)
     train_runs: list[list[int]] = []
     held_out_runs: list[list[int]] = []
-    bos, eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
+    bos, eos = SPECIAL_TOKENS.index(BOS), SPECIAL_TOKENS.index(EOS)  # added first, in this order
     for encoding in tokenizer.encode_batch(documents, add_special_tokens=False):
         for start in range(0, len(encoding.ids), MAX_DOCUMENT_TOKENS):
             runs = held_out_runs if rng.random() < HELD_OUT_SHARE else train_runs
