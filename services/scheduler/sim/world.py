@@ -64,35 +64,12 @@ class World:
         self._restarts = 0
         self.is_down = False
         self.core = self._new_core(ranks)
-        rendezvous = Rendezvous()
-        self.executors = [
-            SimExecutor(
-                rank,
-                capacity,
-                clock=self.clock,
-                times=self.times,
-                link=Link(self.clock, self.times),
-                rendezvous=rendezvous,
-                to_core=self._mail,
-                current_epoch=lambda: self.core.group.engine_epoch,
-                depth=config.depth,
-            )
-            for rank in range(ranks)
-        ]
-        self.tokenizers = [
-            SimTokenizer(
-                f"tokenizer-{index}",
-                clock=self.clock,
-                link=Link(self.clock, self.times),
-                to_core=self._mail,
-            )
-            for index in range(tokenizers)
-        ]
+        self._rendezvous = Rendezvous()
+        self.executors = [self._new_executor(rank, mask_miss) for rank in range(ranks)]
+        self.tokenizers = [self._new_tokenizer(index) for index in range(tokenizers)]
         self._peers: dict[str, SimExecutor | SimTokenizer] = {
             peer.name: peer for peer in (*self.executors, *self.tokenizers)
         }
-        for executor in self.executors:
-            executor.mask_miss = mask_miss
         for peer in self._peers.values():
             self.clock.at(0, partial(self.connect, peer))
         self.clock.at(TICK_NS, self._tick)
@@ -108,6 +85,29 @@ class World:
         )
         core.intake.has_masks = True  # the simulated devices have them, and miss one at times
         return core
+
+    def _new_executor(self, rank: int, mask_miss: float) -> SimExecutor:
+        executor = SimExecutor(
+            rank,
+            self._capacity,
+            clock=self.clock,
+            times=self.times,
+            link=Link(self.clock, self.times),
+            rendezvous=self._rendezvous,
+            to_core=self._mail,
+            current_epoch=lambda: self.core.group.engine_epoch,
+            depth=self._config.depth,
+        )
+        executor.mask_miss = mask_miss
+        return executor
+
+    def _new_tokenizer(self, index: int) -> SimTokenizer:
+        return SimTokenizer(
+            f"tokenizer-{index}",
+            clock=self.clock,
+            link=Link(self.clock, self.times),
+            to_core=self._mail,
+        )
 
     # ------------------------------------------------------------ running
 
