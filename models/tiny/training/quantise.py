@@ -7,6 +7,7 @@ from models.tiny.training.parameters import Parameter, Storage
 
 FP8_MAX = 448.0
 FP4_MAX = 6.0
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def straight_through(value: Tensor, rounded: Tensor) -> Tensor:
@@ -111,9 +112,10 @@ def pack_fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     groups = _grouped(weight, 32)
     scale = fp4_scale(groups)
     rounded = to_e2m1(groups / scale).flatten(-2)
-    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    codes = torch.bucketize(rounded.abs(), table) | (rounded.signbit().long() << 3)
-    packed = (codes[:, 0::2] | (codes[:, 1::2] << 4)).to(torch.uint8).view(torch.int8)
+    halves = (rounded.abs() * 2).to(torch.uint8)  # 0, 1, 2, 3, 4, 6, 8, 12 of codes 0 to 7
+    codes = halves - (halves > 4).byte() - (halves > 6).byte() - (halves > 8).byte() * 3
+    codes |= rounded.signbit().byte() << 3
+    packed = (codes[:, 0::2] | (codes[:, 1::2] << 4)).view(torch.int8)
     return packed, scale.squeeze(-1).to(torch.float8_e8m0fnu)
 
 
@@ -123,9 +125,10 @@ def unpack(weight: Tensor, scale: Tensor | None) -> Tensor:
         return weight.float()
     factor = torch.exp2(scale.view(torch.uint8).float() - 127)
     if weight.dtype == torch.int8:
-        table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-        codes = weight.view(torch.uint8).long()
-        codes = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
-        return table[codes & 7] * (1 - 2 * (codes >> 3)) * factor.repeat_interleave(32, 1)
-    rows = weight.shape[0] // scale.shape[0]
-    return weight.float() * factor.repeat_interleave(rows, 0).repeat_interleave(32, 1)
+        table = torch.tensor(E2M1_VALUES + tuple(-value for value in E2M1_VALUES))
+        codes = weight.view(torch.uint8)
+        values = table[torch.stack((codes & 15, codes >> 4), -1).flatten(1).int()]
+        return (values.unflatten(-1, (-1, 32)) * factor[..., None]).flatten(-2)
+    rows, columns = weight.shape
+    blocks = weight.float().view(len(scale), rows // len(scale), columns // 32, 32)
+    return (blocks * factor[:, None, :, None]).view(rows, columns)
