@@ -13,6 +13,8 @@ class LogProbs:
 
     def __init__(self, result: StepResult, step: RankStep, counts: NDArray[np.int64]) -> None:
         self._result = result
+        if not result.logprobs:
+            return
         self._counts = counts
         self._offsets = np.cumsum(counts) - counts
         self._wide = step.num_logprobs
@@ -21,8 +23,10 @@ class LogProbs:
 
     def of(self, row: int, count: int) -> tuple[bytes, bytes, bytes]:
         """Logprobs, best ids and their logprobs of the first `count` tokens of a row."""
+        if not self._result.logprobs:
+            return b"", b"", b""
         wide = int(self._wide[row])
-        if wide < 0 or not self._result.logprobs:
+        if wide < 0:
             return b"", b"", b""
         at, top = 4 * int(self._offsets[row]), 4 * int(self._top_offsets[row])
         size = 4 * count * wide
