@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo test check system ci test-gpu bench clean distclean
+.PHONY: help venv demo test check system ci mutants test-gpu bench clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make check     ruff and pyright"
 	@echo "make system    tests that need servers; a missing tool is a failure"
 	@echo "make ci        check, test, system"
+	@echo "make mutants   put known bugs back one by one; each must be caught by its tests"
 	@echo "make test-gpu  tests that need a CUDA device"
 	@echo "make bench     NAME=...: one benchmark of bench/"
 	@echo "make clean     remove caches and build outputs; distclean: the environment, too"
@@ -46,6 +47,9 @@ system: $(STAMP)
 	$(BIN)/python -m pytest -m system tests/system $(ARGS)
 
 ci: check test system
+
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu $(ARGS)
