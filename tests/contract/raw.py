@@ -5,6 +5,7 @@ that passes shows that the page is enough.
 """
 
 import ast
+import contextlib
 import os
 import re
 import time
@@ -252,7 +253,8 @@ class Router:
             identity, *frames = self.socket.recv_multipart()
             if identity not in self._by_identity and msgpack.unpackb(frames[1])[0] != "Hello":
                 refused = pack(0, make("Refused", reason="data before Hello"))
-                self.socket.send_multipart([identity, *refused])  # a link to a former life of us
+                with contextlib.suppress(zmq.ZMQError):  # of a former life of us, gone already
+                    self.socket.send_multipart([identity, *refused])
                 continue
             guest = self._by_identity.setdefault(identity, Guest(self, identity))
             message = guest.take(frames)
