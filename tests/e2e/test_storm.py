@@ -91,6 +91,7 @@ def test_a_storm_with_aborts_and_preemptions_loses_nothing_and_changes_no_bit(
 
     assert all(len(answer.ends) == 1 for answer in got.values())
     after = client.wait_stats(lambda s: s.running == 0 and s.inflight_tokens == 0)
+    print(f"{after.preemptions} preemptions in {after.steps} steps")
     assert after.preemptions >= MIN_PREEMPTIONS, after
     free = [f + c for f, c in zip(after.free_blocks, after.cached_blocks, strict=True)]
     assert free == list(after.total_blocks)
@@ -193,7 +194,9 @@ def test_200_http_streams_at_once_end_once_each_with_the_text_they_have_alone(me
     before = running.total("deepmesh_preemptions_total")
     together, alone = asyncio.run(scenario())
     running.wait_idle()
-    assert running.total("deepmesh_preemptions_total") - before >= MIN_PREEMPTIONS
+    preemptions = running.total("deepmesh_preemptions_total") - before
+    print(f"{preemptions:.0f} preemptions")
+    assert preemptions >= MIN_PREEMPTIONS
     assert [s.num_ends for s in together] == [0 if s.hung_up else 1 for s in together]
     assert sum(s.hung_up for s in together) >= 20
     for storm_stream, lone in zip(together[:: NUM_REQUESTS // NUM_ALONE], alone, strict=True):
