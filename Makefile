@@ -56,7 +56,7 @@ test-gpu: $(STAMP)
 
 bench: $(STAMP)
 	@test -n "$(NAME)" -a -f "bench/$(NAME).py" || { echo "NAME= one of: $(basename $(notdir $(wildcard bench/*.py)))" >&2; exit 2; }
-	$(BIN)/python bench/$(NAME).py $(ARGS)
+	$(BIN)/python -m bench.$(NAME) $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
