@@ -4,7 +4,7 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -207,11 +207,11 @@ def test_giving_up_ends_a_wait_at_once_and_wakes_the_peers() -> None:
         return str(error.value)
 
     with ThreadPoolExecutor(3) as pool:
-        results = pool.map(run, range(3))
-        time.sleep(0.5)  # rank 0 waits now
+        ranks = [pool.submit(run, rank) for rank in range(3)]
+        assert not wait(ranks, timeout=0.5).done  # they wait for rank 2
         began = time.monotonic()
         stopped.set()
-        first, second, _ = results
+        first, second, _ = (rank.result() for rank in ranks)
     assert time.monotonic() - began < 10
     assert first == "the group has been given up"
     assert second

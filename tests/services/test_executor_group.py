@@ -4,7 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import msgspec
@@ -87,8 +87,7 @@ def both(pool: ThreadPoolExecutor, groups: list[ExpertGroup], order: SubmitStep)
 def waiting(pool: ThreadPoolExecutor, group: ExpertGroup, order: SubmitStep) -> "Future[Tensor]":
     """A step of one rank whose peer does not come."""
     future = pool.submit(compute, group, order)
-    time.sleep(0.3)
-    assert not future.done()
+    assert not wait([future], timeout=0.3).done
     return future
 
 
@@ -182,10 +181,10 @@ def test_no_thread_is_left_behind(pool: ThreadPoolExecutor, groups: list[ExpertG
     both(pool, groups, step(5, 1))
     for group in groups:
         group.begin_epoch(-1)
-    deadline = time.monotonic() + 10
-    while [t for t in threading.enumerate() if t.name.startswith("group-")]:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    for thread in threading.enumerate():
+        if thread.name.startswith("group-"):
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 # ------------------------------------------------------------ the executor around it
