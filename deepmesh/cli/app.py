@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from deepmesh import __version__
+from deepmesh.cli.bench import bench
 from deepmesh.cli.chat import chat
 from deepmesh.cli.demo import demo
 from deepmesh.cli.doctor import doctor
@@ -27,6 +28,11 @@ app.command()(demo)
 app.command()(doctor)
 app.command()(trace)
 app.command()(keys)
+app.command(
+    context_settings=dict[str, bool | list[str]](
+        allow_extra_args=True, ignore_unknown_options=True, help_option_names=[]
+    )
+)(bench)
 
 model = typer.Typer(help="Look at checkpoints.", no_args_is_help=True)
 model.command()(inspect)

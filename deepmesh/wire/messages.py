@@ -79,6 +79,9 @@ class ReplicaStats(Struct, frozen=True):
     failed: int = 0
     draining: bool = False
     failed_audits: int = 0  # invariants that did not hold: a bug, see the scheduler's log
+    paused: bool = False
+    store_hit_tokens: int = 0  # prompt tokens loaded from a kvstore
+    stored_blocks: int = 0  # blocks and points written to a kvstore
 
 
 class ServiceStats(Struct, frozen=True):
@@ -383,12 +386,34 @@ class Load(Message, frozen=True):
     numerics: str = "bf16"
 
 
+class Pause(Message, frozen=True):
+    """operator -> scheduler: after the steps in flight, hold between two group steps.
+
+    The last step before the pause says so to all ranks (`Descriptor.flags`); requests keep what
+    they hold, new ones are queued. Idempotent.
+    """
+
+
+class Resume(Message, frozen=True):
+    """operator -> scheduler: go on with the next numbered group step. Idempotent."""
+
+
 class Progress(Message, frozen=True):
     """executor -> scheduler: how far loading is."""
 
     stage: str
     done: int
     total: int
+
+
+class StepCosts(Struct, frozen=True):
+    """What a step takes on one rank, ns, as profiled at load; all 0: not known."""
+
+    base_ns: int = 0
+    prefill_token_ns: int = 0
+    decode_row_ns: int = 0
+    context_kilotoken_ns: int = 0  # for each 1,000 positions that decode rows attend to
+    verify: list[tuple[int, int]] = []  # (tokens, ns) of captured verify tiers, ascending
 
 
 class Capacity(Message, frozen=True):
@@ -408,6 +433,8 @@ class Capacity(Message, frozen=True):
     draft_len: int = 0  # d_max
     one_kernel_class: bool = True  # prefill and decode kernels give the same bits
     fingerprint: str = ""  # hash of weights id, engine version, numerics
+    costs: StepCosts = StepCosts()
+    has_masks: bool = False  # it can keep an output to a grammar
 
 
 class StepKind(IntEnum):
@@ -435,6 +462,13 @@ class RowSource(IntEnum):
     DEVICE = 1  # the token(s) that `producer_step` left in the slot
 
 
+class GroupFlag(IntEnum):
+    """Control operations of a group step, as bits: they take effect behind it on all ranks."""
+
+    PAUSE = 1  # no step follows until the group is resumed
+    DRAIN = 2  # no step follows in this engine epoch
+
+
 class Descriptor(Struct, frozen=True):
     """What all ranks of a group agree on for one numbered group step."""
 
@@ -446,6 +480,7 @@ class Descriptor(Struct, frozen=True):
     n_draft_passes: int = 0
     verify_capacity: int = 0
     n_ubatch: int = 1
+    flags: int = 0  # GroupFlag bits
 
 
 class SlotInit(Struct, frozen=True):
@@ -518,8 +553,10 @@ class DoneReason(IntEnum):
     NONE = 0
     EOS = 1  # an id of stop_ids
     LENGTH = 2
-    NULL = 3  # the row wrote nothing: it came after a stop, was cancelled, or lacked its mask
+    NULL = 3  # the row sampled nothing: it came after a stop, was cancelled, or lacked its mask
     ERROR = 4  # logits were not finite: this request only
+    GRAMMAR = 5  # the grammar is complete behind the last token: nothing may follow
+    GRAMMAR_ERROR = 6  # the matcher refused a token or died: this request only
 
 
 class StepTimes(Struct, frozen=True):
@@ -828,6 +865,8 @@ AnyMessage = (
     | Finished
     | Failed
     | Load
+    | Pause
+    | Resume
     | Progress
     | Capacity
     | SubmitStep

@@ -25,6 +25,10 @@ REPLICA = m.ReplicaStats(
     11,
     1,
     False,
+    3,
+    True,
+    256,
+    9,
 )
 SAMPLING = m.SamplingParams(0.5, 40, 0.9, 0.05, 0.1, 0.2, 1.1, [(7, -2.5)], True)
 GRAMMAR = m.Grammar("regex", "a+", IDS, b"\x09")
@@ -34,7 +38,7 @@ STEP = m.SubmitStep(
     (1 << 40) + 5,
     7,
     1,
-    m.Descriptor(m.StepKind.MIXED, 128, 2, 0, 0, 0, 0, 1),
+    m.Descriptor(m.StepKind.MIXED, 128, 2, 0, 0, 0, 0, 1, m.GroupFlag.PAUSE),
     b"r" * 48,
     [m.SlotInit(0, 1, 99, 1, IDS, 2, 64, 1, SAMPLING, 11, 0, IDS, GRAMMAR, 5, 128, 3)],
     b"b" * 20,
@@ -64,6 +68,7 @@ GENERATE = m.Generate(
     "00-" + "a" * 32 + "-" + "b" * 16 + "-01",
     b"h",
 )
+COSTS = m.StepCosts(1_000_000, 20_000, 5_000, 9_000, [(32, 2_000_000), (64, 3_000_000)])
 HASH = bytes(range(100, 116))
 ITEM = m.KvItem(
     HASH, m.KvKind.POINT, [(m.Pool.WINDOW, 64), (m.Pool.STATE, 8)], 7, m.KvTier.DISK, [(4096, 72)]
@@ -93,8 +98,10 @@ EXAMPLES: tuple[m.AnyMessage, ...] = (
     m.Finished(RID, m.FinishReason.LENGTH, 64, 10, 4),
     m.Failed(RID, m.ErrorCode.TOO_LONG, "prompt of 9,000 tokens", "messages", 0.0, 2),
     m.Load(1, 0, 2, "models/tiny", "bf16"),
+    m.Pause(),
+    m.Resume(),
     m.Progress("experts", 3, 16),
-    m.Capacity(1, 0, 256, 128, 64, 64, 8192, 8192, 64, 64, 128, 5, True, "f00d"),
+    m.Capacity(1, 0, 256, 128, 64, 64, 8192, 8192, 64, 64, 128, 5, True, "f00d", COSTS, True),
     STEP,
     m.StepResult(
         1,

@@ -38,6 +38,15 @@ def test_golden_bytes_decode_to_the_message(name: str) -> None:
     assert decoded.attachments == [b"attached"]
 
 
+@pytest.mark.parametrize(("name", "older"), [(n, o) for n, o in GOLDEN["older"]])
+def test_bytes_of_older_senders_decode_still(name: str, older: str) -> None:
+    """They lack the fields appended since, and only those."""
+    tag, *fields = msgpack.unpackb(bytes.fromhex(older))
+    decoded = codec.decode([HEADER, bytes.fromhex(older)]).message
+    assert tag == name == type(decoded).__name__
+    assert len(fields) <= len(type(decoded).__struct_fields__)
+
+
 @pytest.mark.parametrize("name", sorted(MESSAGES))
 def test_a_foreign_decoder_reads_our_frames(name: str) -> None:
     tag, *fields = msgpack.unpackb(bytes.fromhex(GOLDEN["messages"][name]))
