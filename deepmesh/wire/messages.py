@@ -758,6 +758,7 @@ class StoreBlocks(Message, frozen=True):
     after_step: int
     moves: list[KvMove]
     traceparent: str = ""
+    store: str = ""  # name of the kvstore; empty: the only one
 
 
 class LoadBlocks(Message, frozen=True):
@@ -768,6 +769,7 @@ class LoadBlocks(Message, frozen=True):
     after_step: int
     moves: list[KvMove]
     traceparent: str = ""
+    store: str = ""  # name of the kvstore; empty: the only one
 
 
 class OpDone(Message, frozen=True):
