@@ -23,6 +23,46 @@ audit = true
 """
 
 
+class Table:
+    """Lines that are printed at the end of the run."""
+
+    def __init__(self, *heading: str) -> None:
+        self._rows = [heading]
+
+    def row(self, *cells: str) -> None:
+        """Add a line."""
+        self._rows.append(cells)
+
+    def lines(self) -> list[str]:
+        """The table, columns aligned; nothing without rows."""
+        widths = [max(map(len, column)) for column in zip(*self._rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in self._rows
+        ]
+        return lines if len(lines) > 1 else []
+
+
+RECOVERY = pytest.StashKey[Table]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[RECOVERY] = Table("killed", "serves again after, s", "longest gap of a stream, s")
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """What was measured, also when all is well."""
+    for line in config.stash[RECOVERY].lines():
+        terminalreporter.write_line(line)
+
+
+@pytest.fixture(scope="session")
+def recovery_table(pytestconfig: pytest.Config) -> Table:
+    return pytestconfig.stash[RECOVERY]
+
+
 class RunningMesh:
     """What a test needs of a running mesh."""
 
