@@ -69,6 +69,7 @@ CAPACITY = Capacity(
     block_size=8,
     chunk_align=16,
     fingerprint="weights",
+    has_masks=True,  # the simulated device misses one at times
 )
 CONFIG = SchedulerConfig(max_rows=8, step_tokens=64, chunk_tokens=32)
 
@@ -88,7 +89,6 @@ class Driver:
         self.core = Scheduler(
             config, name="scheduler-0", model="m", served_model="tiny", max_unacked=max_unacked
         )
-        self.core.intake.has_masks = True  # the simulated device misses one at times
         self.device = Device(self.capacity, 0)
         self.now = SECOND
         self.requests: dict[bytes, SimRequest] = {}

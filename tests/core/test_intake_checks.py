@@ -73,10 +73,18 @@ def test_a_sampling_parameter_out_of_its_range_is_refused(param: str, value: obj
 
 
 def test_a_grammar_is_refused_while_nobody_can_keep_to_it() -> None:
-    driver = Driver()
-    driver.core.intake.has_masks = False
+    driver = Driver(has_masks=False)
     ask(driver, grammar=Grammar("regex", ".*"))
-    assert "not there yet" in check_refused(driver, "grammar").detail
+    assert "cannot keep to a grammar" in check_refused(driver, "grammar").detail
+
+
+def test_a_grammar_waits_for_executors_to_say_whether_they_can_keep_to_it() -> None:
+    for has_masks in (False, True):
+        driver = Driver(load=False, has_masks=has_masks)
+        ask(driver, grammar=Grammar("regex", ".*"))
+        assert driver.messages(Accepted)
+        driver.load()
+        assert [failed.param for failed in driver.messages(Failed)] == ["grammar"] * (not has_masks)
 
 
 def test_the_ends_of_every_range_are_accepted() -> None:

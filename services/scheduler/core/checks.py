@@ -19,19 +19,25 @@ class Refusal(Exception):
         self.code, self.detail, self.param, self.retry_after_s = code, detail, param, retry_after_s
 
 
-def check_values(message: Generate, *, has_masks: bool) -> None:
+def check_values(message: Generate) -> None:
     """What can be told without an engine.
 
-    Args:
-        has_masks: the executors can keep an output to a grammar.
     Raises:
         Refusal: with the field at fault.
     """
     for param, holds, must in (*_numbers(message), *_sampling(message.sampling)):
         if not holds:
             raise Refusal(ErrorCode.INVALID, f"{param} must {must}", param)
+
+
+def check_grammar(message: Generate, *, has_masks: bool) -> None:
+    """A constraint needs executors that can keep an output to it.
+
+    Raises:
+        Refusal: they cannot.
+    """
     if message.grammar is not None and not has_masks:
-        detail = "constrained decoding is not there yet: leave the grammar out"
+        detail = "the executors of this model cannot keep to a grammar: leave the grammar out"
         raise Refusal(ErrorCode.INVALID, detail, "grammar")
 
 

@@ -16,7 +16,7 @@ from deepmesh.wire.messages import (
 )
 from deepmesh.wire.packed import unpack_ids
 
-from .checks import Refusal, check_values, check_vocabulary
+from .checks import Refusal, check_grammar, check_values, check_vocabulary
 from .outbox import Outbox
 from .policy import Geometry, least_alone
 from .prefix_index import root_hash
@@ -49,7 +49,7 @@ class Intake:
         self.geometry: Geometry | None = None  # known once an engine was loaded
         self.totals: tuple[int, int, int] = (0, 0, 0)  # the least blocks of any rank, by class
         self.fingerprint = ""
-        self.has_masks = False  # executors that can keep an output to a grammar
+        self.has_masks = False  # the executors can keep an output to a grammar
         self.draining = False
         self.prompt_tokens = 0
 
@@ -214,7 +214,7 @@ class Intake:
         if not 1 <= message.prompt_len <= len(prompt):
             detail = f"the prompt length {message.prompt_len} does not fit {len(prompt)} token ids"
             raise Refusal(ErrorCode.INVALID, detail, "prompt")
-        check_values(message, has_masks=self.has_masks)
+        check_values(message)
         if len(message.stop_ids) % 4:
             raise Refusal(ErrorCode.INVALID, "stop ids are not whole int32s", "stop_token_ids")
         ids = np.concatenate([prompt, output]).astype(np.int32)
@@ -246,6 +246,7 @@ class Intake:
             detail = f"token ids must lie in 0..{vocab_size - 1}"
             raise Refusal(ErrorCode.INVALID, detail, "prompt")
         check_vocabulary(message, request.stop_ids, vocab_size)
+        check_grammar(message, has_masks=self.has_masks)
         self._check_lengths(message.prompt_len, message.max_tokens, geometry)
         request.root = root_hash(message.salt, self.fingerprint)
         request.chain = []

@@ -100,7 +100,16 @@ class Session:
     def _agree(self, capacities: list[Capacity]) -> bool:
         """All ranks must run the same model in the same way; only their room may differ."""
         shapes = [
-            (c.block_size, c.chunk_align, c.window, c.vocab_size, c.draft_len, c.fingerprint)
+            (
+                c.block_size,
+                c.chunk_align,
+                c.window,
+                c.vocab_size,
+                c.draft_len,
+                c.one_kernel_class,
+                c.has_masks,
+                c.fingerprint,
+            )
             for c in capacities
         ]
         for rank, shape in enumerate(shapes):
@@ -130,6 +139,7 @@ class Session:
         self._intake.geometry = geometry
         self._intake.totals = self.engine.totals
         self._intake.fingerprint = capacities[0].fingerprint
+        self._intake.has_masks = capacities[0].has_masks
         for rank, peer in sorted(self._group.peers.items()):
             if self._group.told[rank] != self._group.engine_epoch:
                 self._reset(rank, peer)  # it loaded while the epoch moved on

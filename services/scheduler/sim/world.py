@@ -2,6 +2,8 @@
 
 from functools import partial
 
+from msgspec.structs import replace
+
 from deepmesh.config import SchedulerConfig
 from deepmesh.wire.messages import (
     Accepted,
@@ -60,7 +62,8 @@ class World:
         self.writer = ExternalWriter()
         self.preemptions = self.cached_prompt_tokens = 0  # of cores that are gone
         self._config, self._check = config, check
-        self._capacity, self._max_unacked = capacity, max_unacked
+        self._capacity = replace(capacity, has_masks=True)  # they miss one at times
+        self._max_unacked = max_unacked
         self._restarts = 0
         self.is_down = False
         self.core = self._new_core(ranks)
@@ -75,7 +78,7 @@ class World:
         self.clock.at(TICK_NS, self._tick)
 
     def _new_core(self, ranks: int) -> Scheduler:
-        core = Scheduler(
+        return Scheduler(
             self._config,
             name="scheduler-0",
             model="sim",
@@ -83,8 +86,6 @@ class World:
             first_epoch=1 + 1000 * self._restarts,
             max_unacked=self._max_unacked,
         )
-        core.intake.has_masks = True  # the simulated devices have them, and miss one at times
-        return core
 
     def _new_executor(self, rank: int, mask_miss: float) -> SimExecutor:
         executor = SimExecutor(
