@@ -435,6 +435,7 @@ class Capacity(Message, frozen=True):
     fingerprint: str = ""  # hash of weights id, engine version, numerics
     costs: StepCosts = StepCosts()
     has_masks: bool = False  # it can keep an output to a grammar
+    block_bytes: tuple[int, int, int] = (0, 0, 0)  # as a kvstore keeps a block of each pool
 
 
 class StepKind(IntEnum):

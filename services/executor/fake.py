@@ -12,11 +12,13 @@ from deepmesh.config import Config
 from deepmesh.wire.messages import BlockOp, Capacity, Load, OpKind, Pool, SubmitStep
 from services.executor.capacity import fingerprint, plan_capacity
 from services.executor.interface import LiveRows, OnProgress, Sampled
+from services.executor.kv_copy import Bytes
 from services.executor.model_config import load_config
 from services.executor.slots import SlotTable
 
 MASK = (1 << 64) - 1
 BASE = 0x9E3779B97F4A7C15  # odd: it has an inverse modulo 2**64
+FAKE_LAYOUT = "cells-1"  # of what a kvstore keeps: chain hashes, little-endian
 FIRST_ID = 512  # special tokens and single bytes lie below: replies are plain text
 
 
@@ -105,7 +107,9 @@ class FakeEngine:
             Pool.STATE: np.zeros((capacity.num_state_blocks, 1), np.uint64),
         }
         self._capacity = msgspec.structs.replace(
-            capacity, fingerprint=fingerprint(path, order.numerics, "fake")
+            capacity,
+            fingerprint=fingerprint(path, order.numerics, f"fake {FAKE_LAYOUT}"),
+            block_bytes=(8 * block, 8 * block, 8),
         )
         self.oracle = Oracle(capacity.vocab_size, stop_one_in=self._stop_one_in)
         return self._capacity
@@ -115,6 +119,19 @@ class FakeEngine:
         for op in ops:
             cells = self._cells[op.pool]
             cells[op.dst] = cells[op.src] if op.kind == OpKind.COPY else 0
+
+    def export_block(self, pool: Pool, block: int, out: Bytes) -> None:
+        """The cells as they are."""
+        out.view(np.uint64)[:] = self._cell_row(pool, block)
+
+    def import_block(self, pool: Pool, block: int, data: Bytes) -> None:
+        """Cells that another engine has kept."""
+        self._cell_row(pool, block)[:] = data.view(np.uint64)
+
+    def _cell_row(self, pool: Pool, block: int) -> NDArray[np.uint64]:
+        if not 0 <= block < len(self._cells[pool]):
+            raise IndexError(f"{pool.name} block {block} is not within 0..{len(self._cells[pool])}")
+        return self._cells[pool][block]
 
     def begin_epoch(self, engine_epoch: int) -> None:
         """Its ranks need nothing of each other."""

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from deepmesh.wire.messages import BlockOp, Capacity, GpuDone, Load, StepResult, SubmitStep
+from deepmesh.wire.messages import BlockOp, Capacity, GpuDone, Load, Pool, StepResult, SubmitStep
+from services.executor.kv_copy import BlockCopy, Bytes
 
 if TYPE_CHECKING:
     from services.executor.slots import SlotTable
@@ -28,8 +29,8 @@ class Executor(Protocol):
         """Load this rank's shard of the weights; blocks until it is ready."""
         ...
 
-    def submit(self, step: SubmitStep) -> None:
-        """Queue a step on the device stream and return at once."""
+    def submit(self, step: SubmitStep | BlockCopy) -> None:
+        """Queue a step, or a copy of blocks, on the device stream and return at once."""
         ...
 
     def poll(self, timeout_s: float) -> StepResult | GpuDone | None:
@@ -90,6 +91,22 @@ class Engine(Protocol):
 
     def run_ops(self, ops: Sequence[BlockOp]) -> None:
         """Copy and clear blocks."""
+        ...
+
+    def export_block(self, pool: Pool, block: int, out: Bytes) -> None:
+        """Copy a block to host memory; `Capacity.block_bytes` says how long it is.
+
+        Raises:
+            IndexError: there is no such block.
+        """
+        ...
+
+    def import_block(self, pool: Pool, block: int, data: Bytes) -> None:
+        """Fill a block with what `export_block` gave.
+
+        Raises:
+            IndexError: there is no such block.
+        """
         ...
 
     def compute(self, live: LiveRows, slots: "SlotTable", step: SubmitStep) -> Sampled:

@@ -1,11 +1,19 @@
 """`KvCache`: the three paged pools of one device, and whole-block operations on them."""
 
+from collections.abc import Iterator
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from deepmesh.wire.messages import Pool
 from services.executor.kv_sizes import kv_sizes
 from services.executor.model_config import BLOCK_TOKENS, ModelConfig
+
+# What `export_block` gives. A kvstore must never fill a block with bytes of another layout, so
+# this is part of the fingerprint: change it with the order, the shapes or the type below.
+LAYOUT = "f32-1"
 
 
 class KvCache:
@@ -86,14 +94,42 @@ class KvCache:
         for rows in self._blocks(pool):
             rows[:, self._check(pool, block)] = float("nan")
 
-    def read_block(self, pool: Pool, block: int) -> list[Tensor]:
-        """Copies of all that a block holds, for transfer or comparison."""
-        return [rows[:, self._check(pool, block)].clone() for rows in self._blocks(pool)]
+    def export_block(self, pool: Pool, block: int, out: NDArray[np.uint8]) -> None:
+        """Copy all that a block holds to host memory.
 
-    def write_block(self, pool: Pool, block: int, parts: list[Tensor]) -> None:
-        """Put back what `read_block` gave."""
-        for rows, part in zip(self._blocks(pool), parts, strict=True):
-            rows[:, self._check(pool, block)] = part
+        Layout (`LAYOUT`), all float32 in the machine's byte order, little-endian wherever this
+        runs: a global block is, for each KV source in ascending layer, its compressed rows
+        [64 / ratio, head_dim] and then its index keys [64 / ratio, index_head_dim]; a window
+        block is [layers + draft stages, 64, head_dim]; a state block is
+        [ratio-2 sources, 2, head_dim].
+
+        Args:
+            out: uint8 [float_bytes_per_block of the pool], 4-byte aligned.
+        Raises:
+            IndexError: there is no such block.
+        """
+        for part, held in self._parts(pool, block, out):
+            part.copy_(held)
+
+    def import_block(self, pool: Pool, block: int, data: NDArray[np.uint8]) -> None:
+        """Fill a block with what `export_block` gave.
+
+        Raises:
+            IndexError: there is no such block.
+        """
+        for part, held in self._parts(pool, block, data):
+            held.copy_(part)
+
+    def _parts(
+        self, pool: Pool, block: int, data: NDArray[np.uint8]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pairs of equal shape: a view of `data`, and what the pool holds."""
+        floats, at = torch.from_numpy(data.view(np.float32)), 0
+        for rows in self._blocks(pool):
+            held = rows[:, self._check(pool, block)]
+            yield floats[at : at + held.numel()].view(held.shape), held
+            at += held.numel()
+        assert at == len(floats), f"{4 * at} bytes are a {pool.name} block, not {len(data)}"
 
     def _check(self, pool: Pool, block: int) -> int:
         if not 0 <= block < self.num_blocks[pool]:

@@ -16,7 +16,8 @@ from deepmesh.wire.messages import BlockOp, Capacity, Load, OpKind, Pool, Submit
 from services.executor.batch import BatchRow, StepBatch
 from services.executor.capacity import fingerprint, plan_capacity
 from services.executor.interface import LiveRows, OnProgress, Sampled
-from services.executor.kv_cache import KvCache
+from services.executor.kv_cache import LAYOUT, KvCache
+from services.executor.kv_copy import Bytes
 from services.executor.model_config import ModelConfig
 from services.executor.models.outputs import StepOutput
 from services.executor.parallel import NO_EPOCH, ExpertGroup
@@ -70,7 +71,7 @@ class ModelEngine:
                 exchange=self._group,
                 progress=on_progress,
             )
-            self._fingerprint = fingerprint(path, order.numerics, "cpu")
+            self._fingerprint = fingerprint(path, order.numerics, f"cpu {LAYOUT}")
             self._make_cache(order)
             self._loaded = wanted
         return msgspec.structs.replace(
@@ -109,7 +110,11 @@ class ModelEngine:
             capacity.num_window_blocks,
             capacity.num_state_blocks,
         )
-        self._capacity = msgspec.structs.replace(capacity, fingerprint=self._fingerprint)
+        self._capacity = msgspec.structs.replace(
+            capacity,
+            fingerprint=self._fingerprint,
+            block_bytes=KvCache.float_bytes_per_block(model),
+        )
 
     def run_ops(self, ops: Sequence[BlockOp]) -> None:
         """Copy and clear blocks."""
@@ -119,6 +124,14 @@ class ModelEngine:
                     self.cache.copy_block(op.pool, op.src, op.dst)
                 case OpKind.ZERO:
                     self.cache.zero_block(op.pool, op.dst)
+
+    def export_block(self, pool: Pool, block: int, out: Bytes) -> None:
+        """Copy a block to host memory; see `KvCache.export_block`."""
+        self.cache.export_block(pool, block, out)
+
+    def import_block(self, pool: Pool, block: int, data: Bytes) -> None:
+        """Fill a block from host memory."""
+        self.cache.import_block(pool, block, data)
 
     @torch.inference_mode()
     def compute(self, live: LiveRows, slots: SlotTable, step: SubmitStep) -> Sampled:

@@ -21,6 +21,7 @@ from deepmesh.wire.messages import (
 )
 from deepmesh.wire.packed import BLOCK, CANCEL, ROW, SLOT
 from services.executor.interface import Engine, GroupLost, OnProgress
+from services.executor.kv_copy import BlockCopy, CopyQueue
 from services.executor.outcome import Outcome
 from services.executor.slots import SlotTable
 
@@ -65,6 +66,7 @@ class StreamExecutor:
         self._patience_s = patience_s
         self._changed = threading.Condition()  # guards everything below
         self._queue: deque[_Job] = deque()
+        self._copies = CopyQueue()  # of this epoch
         self._results: deque[StepResult | GpuDone] = deque()
         self._epoch = NO_EPOCH
         self._capacity: Capacity | None = None
@@ -95,16 +97,22 @@ class StreamExecutor:
         self.reset(order.engine_epoch)
         return capacity
 
-    def submit(self, step: SubmitStep) -> None:
-        """Queue a step; one of another engine epoch is dropped and counted."""
+    def submit(self, step: SubmitStep | BlockCopy) -> None:
+        """Queue a step or a copy; one of another engine epoch is dropped, a step counted."""
         received_ns = time.time_ns()
         with self._changed:
+            if isinstance(step, BlockCopy):
+                if step.engine_epoch == self._epoch and self._capacity is not None:
+                    self._copies.add(step)
+                    self._changed.notify_all()
+                return
             if step.engine_epoch != self._epoch or self._capacity is None:
                 self.counters["stale_steps"] += 1
                 return
             assert len(self._queue) < MAX_QUEUED, f"{MAX_QUEUED} steps wait for the device"
             if step.cancel:
                 self._cancelled.append(np.frombuffer(step.cancel, CANCEL))
+            self._copies.on_step(step.step_id)
             self._queue.append(_Job(step, received_ns, len(self._queue)))
             self._changed.notify_all()
 
@@ -122,6 +130,8 @@ class StreamExecutor:
             self.counters["abandoned_steps"] += len(self._queue)
             self._epoch, self._group_lost = engine_epoch, ""
             self._queue.clear()
+            self._copies.cancel()
+            self._copies = CopyQueue()
             self._results.clear()
             self._cancelled.clear()
             self._gpu_done = 0
@@ -135,6 +145,7 @@ class StreamExecutor:
         with self._changed:
             self._closing = True
             self._queue.clear()
+            self._copies.cancel()
             self._changed.notify_all()
         self._engine.close()
         self._worker.join()
@@ -142,17 +153,28 @@ class StreamExecutor:
     # ------------------------------------------------------------ the worker's thread
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._closing)
+        while (work := self._next()) is not None:
+            if isinstance(work, BlockCopy):
+                work.run(self._engine)
+            else:
+                self._run(*work)
+
+    def _next(self) -> tuple[_Job, SlotTable] | BlockCopy | None:
+        """The next piece of work, copies first; None once the executor closes."""
+        with self._changed:
+            while True:
                 if self._closing:
-                    return
-                job = self._queue.popleft()
-                slots = self._slots_of_epoch()
-                for row in (row for rows in self._cancelled for row in rows):
-                    slots.cancel(int(row["slot"]), int(row["rid"]), int(row["epoch"]))
-                self._cancelled.clear()
-            self._run(job, slots)
+                    return None
+                if (copy := self._copies.take_ready(self._gpu_done)) is not None:
+                    return copy
+                if self._queue:
+                    break
+                self._changed.wait()
+            job, slots = self._queue.popleft(), self._slots_of_epoch()
+            for row in (row for rows in self._cancelled for row in rows):
+                slots.cancel(int(row["slot"]), int(row["rid"]), int(row["epoch"]))
+            self._cancelled.clear()
+            return job, slots
 
     def _slots_of_epoch(self) -> SlotTable:
         assert self._capacity is not None

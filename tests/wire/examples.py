@@ -101,7 +101,9 @@ EXAMPLES: tuple[m.AnyMessage, ...] = (
     m.Pause(),
     m.Resume(),
     m.Progress("experts", 3, 16),
-    m.Capacity(1, 0, 256, 128, 64, 64, 8192, 8192, 64, 64, 128, 5, True, "f00d", COSTS, True),
+    m.Capacity(
+        1, 0, 256, 128, 64, 64, 8192, 8192, 64, 64, 128, 5, True, "f00d", COSTS, True, (9, 8, 7)
+    ),
     STEP,
     m.StepResult(
         1,

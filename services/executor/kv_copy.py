@@ -1,0 +1,132 @@
+"""Copies between pool blocks and host memory, carried out on the device stream."""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepmesh.wire.messages import Pool
+
+_log = logging.getLogger(__name__)
+Bytes = NDArray[np.uint8]
+
+
+class BlockStore(Protocol):
+    """What a copy needs of an engine. A block's bytes are those of `Capacity.block_bytes`."""
+
+    def export_block(self, pool: Pool, block: int, out: Bytes) -> None:
+        """Copy a block to host memory."""
+        ...
+
+    def import_block(self, pool: Pool, block: int, data: Bytes) -> None:
+        """Fill a block from host memory."""
+        ...
+
+
+class BlockBuffer(NamedTuple):
+    """A block, and the host memory that takes or gives its bytes."""
+
+    pool: Pool
+    block: int
+    buffer: Bytes
+
+
+class _State(Enum):
+    WAITING = 0
+    RUNNING = 1
+    ENDED = 2
+    CANCELLED = 3
+
+
+class BlockCopy:
+    """One piece of work for the device stream, between two steps.
+
+    It runs after `after_step` is complete, its tail included, and before any step submitted
+    later; it never runs in another engine epoch. `on_end` is called by the stream's thread, once,
+    unless the copy is cancelled.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[BlockBuffer],
+        *,
+        to_device: bool,
+        engine_epoch: int,
+        after_step: int,
+        on_end: Callable[["BlockCopy"], None],
+    ) -> None:
+        self.engine_epoch, self.after_step = engine_epoch, after_step
+        self.ok = False  # once ended
+        self.to_device = to_device
+        self._items, self._on_end = items, on_end
+        self._state = _State.WAITING
+        self._lock = threading.Lock()
+
+    def cancel(self) -> bool:
+        """True: it touches no block from now on. False: it runs and is about to end."""
+        with self._lock:
+            if self._state is _State.WAITING:
+                self._state = _State.CANCELLED
+            return self._state is not _State.RUNNING
+
+    def run(self, blocks: BlockStore) -> None:
+        """Copy; called by the stream's thread."""
+        with self._lock:
+            if self._state is not _State.WAITING:
+                return
+            self._state = _State.RUNNING
+        try:
+            for pool, block, buffer in self._items:
+                if self.to_device:
+                    blocks.import_block(pool, block, buffer)
+                else:
+                    blocks.export_block(pool, block, buffer)
+            self.ok = True
+        except (IndexError, ValueError):  # a block that is not there: the order is wrong
+            _log.exception("a copy of %d blocks failed", len(self._items))
+        with self._lock:
+            self._state = _State.ENDED
+        self._on_end(self)
+
+
+class CopyQueue:
+    """Copies of one engine epoch that wait for their step; the stream's lock guards it."""
+
+    def __init__(self) -> None:
+        self._waiting: list[BlockCopy] = []
+        self._first_step: int | None = None  # of this epoch
+
+    def on_step(self, step_id: int) -> None:
+        """A step was submitted."""
+        if self._first_step is None:
+            self._first_step = step_id
+
+    def add(self, copy: BlockCopy) -> None:
+        """One more, behind the others."""
+        self._waiting.append(copy)
+
+    def take_ready(self, done_step: int) -> BlockCopy | None:
+        """The oldest whose step is complete, if there is one."""
+        for index, copy in enumerate(self._waiting):
+            if self._is_ready(copy, done_step):
+                return self._waiting.pop(index)
+        return None
+
+    def cancel(self) -> None:
+        """None of them runs any more."""
+        for copy in self._waiting:
+            copy.cancel()
+        self._waiting.clear()
+
+    def _is_ready(self, copy: BlockCopy, done_step: int) -> bool:
+        if copy.after_step <= done_step:
+            return True
+        if self._first_step is None:
+            # No step of this epoch could touch the blocks that a load fills, and the request that
+            # waits for it may be the first one. What a store reads is written by a step to come.
+            return copy.to_device
+        return copy.after_step < self._first_step  # of an older epoch
