@@ -10,6 +10,8 @@ from typing import Literal
 
 import msgspec
 
+from deepmesh.addresses import check_address
+
 MIN_DISK_BYTES = 16 << 20
 
 
@@ -34,6 +36,10 @@ class LinksConfig(Section, frozen=True):
     heartbeat_s: float = 1.0
     timeout_s: float = 5.0  # a peer silent for longer is lost
     max_outbox: int = 20_000  # messages; beyond it the peer is lost
+    # Folder that `deepmesh keys --mesh` makes; relative to mesh.toml. Set: every tcp link is
+    # encrypted, and only the listed keys get in. Empty: tcp on loopback only.
+    keys: str = ""
+    bind: str = ""  # where tcp listeners bind: 0.0.0.0, an IP; empty: the host of their address
 
 
 class GatewayConfig(Section, frozen=True):
@@ -187,6 +193,15 @@ class Config(Section, frozen=True):
         where = hashlib.sha256(self.mesh.run_dir.encode()).hexdigest()[:8]
         return Path("/dev/shm") / f"deepmesh-{self.mesh.name}-{where}"
 
+    def services_by_address(self) -> dict[str, str]:
+        """What listens where, but for gateways."""
+        found = {self.tokenizer_address(i): "tokenizer" for i in range(self.tokenizer.count)}
+        found |= {self.scheduler_address(i): "scheduler" for i in range(self.scheduler.count)}
+        found |= {self.kvstore_address(i): "kvstore" for i in range(self.kvstore.count)}
+        if self.router_address:
+            found[self.router_address] = "router"
+        return found
+
     def _at(self, address: str, service: str, index: int) -> str:
         """`{index}` in an external address becomes the number of the process."""
         return address.replace("{index}", str(index)) or self._ipc(f"{service}-{index}")
@@ -238,7 +253,10 @@ def _resolve(config: Config, path: Path | None) -> Config:
         kvstore = msgspec.structs.replace(
             kvstore, disk_dir=str((base / kvstore.disk_dir).resolve())
         )
-    return msgspec.structs.replace(config, mesh=mesh, kvstore=kvstore)
+    links = config.links
+    if links.keys:
+        links = msgspec.structs.replace(links, keys=str((base / links.keys).resolve()))
+    return msgspec.structs.replace(config, mesh=mesh, kvstore=kvstore, links=links)
 
 
 def _check(config: Config) -> None:
@@ -292,6 +310,27 @@ def _check(config: Config) -> None:
         raise ConfigError(f"executor.group_address: {group_address!r} is not tcp://HOST:PORT")
     if group_address and config.scheduler.count > 1 and "{index}" not in group_address:
         raise ConfigError("executor.group_address: with several schedulers it needs an {index}")
+    _check_addresses(config)
     for key in config.gateway.api_keys:
         if len(key) != 64 or not all(c in "0123456789abcdef" for c in key):
             raise ConfigError("gateway.api_keys: each entry is the SHA-256 hex digest of a key")
+
+
+def _check_addresses(config: Config) -> None:
+    """Links go where they may go, and nothing binds beyond this machine without keys."""
+    addresses = {
+        "tokenizer.address": config.tokenizer.address,
+        "router.address": config.router.address,
+        "scheduler.address": config.scheduler.address,
+        "kvstore.address": config.kvstore.address,
+    }
+    for key, address in addresses.items():
+        try:
+            if address:
+                numbered = address.replace("{index}", "0")
+                check_address(numbered, encrypted=bool(config.links.keys))
+        except ValueError as error:
+            raise ConfigError(f"{key}: {error}") from error
+    bind = config.links.bind
+    if bind and not re.fullmatch(r"\d{1,3}(\.\d{1,3}){3}", bind):
+        raise ConfigError(f"links.bind: {bind!r} is not an IP such as 0.0.0.0")

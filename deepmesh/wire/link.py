@@ -11,6 +11,7 @@ from typing import NamedTuple
 from deepmesh import __version__
 from deepmesh.config import Config
 from deepmesh.wire import codec
+from deepmesh.wire.keys import Keyring, load_keyring
 from deepmesh.wire.messages import AnyMessage, Hello, ServiceStats, Welcome
 
 
@@ -21,11 +22,18 @@ class Identity(NamedTuple):
     name: str
     incarnation: bytes
     config_hash: str = ""
+    keys: Keyring | None = None  # of tcp links; None: plain, on loopback only
 
     @classmethod
     def new(cls, service: str, name: str, config: Config | None = None) -> "Identity":
-        """A fresh incarnation of `name`."""
-        return cls(service, name, os.urandom(8), config.digest() if config else "")
+        """A fresh incarnation of `name`.
+
+        Raises:
+            KeysError: links.keys is set, and there are none for this service.
+        """
+        if config is None:
+            return cls(service, name, os.urandom(8))
+        return cls(service, name, os.urandom(8), config.digest(), load_keyring(config, service))
 
     def hello(self) -> Hello:
         """First message of the dialling side."""

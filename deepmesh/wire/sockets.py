@@ -8,15 +8,16 @@ closed connection end the link, and the dialling side begins a new one under a n
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from deepmesh.addresses import bind_address, check_address
 from deepmesh.config import LinksConfig
-from deepmesh.wire import codec
+from deepmesh.wire import codec, curve, zap
 from deepmesh.wire.link import Arrival, Identity, Link, LinkEvent, Mail, Peer, PeerDown, PeerUp
 from deepmesh.wire.messages import (
     PROTOCOL_MAJOR,
@@ -32,20 +33,6 @@ __all__ = ["Dialer", "Identity", "LinkEvent", "Listener", "Mail", "Peer", "PeerD
 
 _log = logging.getLogger(__name__)
 _MAX_MESSAGE_BYTES = 1 << 28
-_LOOPBACK = ("tcp://127.", "tcp://localhost", "tcp://[::1]")
-
-
-def check_address(address: str) -> None:
-    """Refuse addresses that would carry plain text between hosts.
-
-    Raises:
-        ValueError: not ipc:// or loopback tcp://, or an ipc path that is too long.
-    """
-    if address.startswith("ipc://"):
-        if len(address.removeprefix("ipc://").encode()) > 107:
-            raise ValueError(f"{address}: a unix socket path has at most 107 bytes")
-    elif not address.startswith(_LOOPBACK):
-        raise ValueError(f"{address}: plain tcp is allowed on loopback only; use ipc:// here")
 
 
 class _Endpoint:
@@ -58,8 +45,9 @@ class _Endpoint:
         links: LinksConfig,
         stats: Callable[[], ServiceStats] = ServiceStats,
     ) -> None:
-        check_address(address)
+        check_address(address, encrypted=me.keys is not None)
         self.address = address
+        self._keys = me.keys if address.startswith("tcp://") else None
         self.me = me
         self.counters: Counter[str] = Counter()
         self.generation = 0  # moves when `sockets` changes
@@ -143,6 +131,12 @@ class _Endpoint:
         return events
 
 
+def _monitored(monitor: "zmq.Socket[bytes] | None") -> Iterator[int]:
+    """The events that a monitor holds."""
+    while monitor is not None and monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # pyright: ignore[reportOperatorIssue]
+        yield parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))["event"]
+
+
 class _LinkBroken(Exception):
     """The link cannot go on; the text is the reason given in `PeerDown`."""
 
@@ -169,7 +163,14 @@ class Listener(_Endpoint):
         super().__init__(address, me, links, stats)
         self.socket = self._make_socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.socket.bind(address)
+        self._domain = ""
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._repeats = zap.Repeats()
+        if self._keys is not None:
+            self._domain = zap.door.open(me.name, self._keys.clients)
+            curve.encrypt_listener(self.socket, self._keys, self._domain)
+            self._monitor = self.socket.get_monitor_socket(curve.FAILURES)
+        self.socket.bind(bind_address(address, links.bind))
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._links: dict[bytes, Link] = {}
         self._by_name: dict[str, bytes] = {}
@@ -177,7 +178,7 @@ class Listener(_Endpoint):
     @property
     def sockets(self) -> list["zmq.Socket[bytes]"]:
         """What to poll."""
-        return [self.socket]
+        return [self.socket] if self._monitor is None else [self.socket, self._monitor]
 
     @property
     def peers(self) -> dict[str, Peer]:
@@ -189,10 +190,11 @@ class Listener(_Endpoint):
         """Everything that has arrived, without waiting; also keeps the links' clocks."""
         while True:
             try:
-                identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                (identity, *frames), key_owner = self._receive_frames()
             except zmq.Again:
                 break
-            self._take(identity, frames)
+            self._take(identity, frames, key_owner)
+        self._watch_handshakes()
         self._tick()
         return self._take_events()
 
@@ -211,24 +213,43 @@ class Listener(_Endpoint):
         """Give the address back."""
         if self.before_close is not None:
             self.before_close()
+        if self._monitor is not None:
+            self.socket.disable_monitor()
+            self._monitor.close()
         self.socket.close()
+        zap.door.shut(self._domain)
         if self.address.startswith("ipc://"):  # libzmq does it too late when the process ends
             Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def _unsent(self) -> bool:
         return any(link.outbox for link in self._links.values())
 
-    def _take(self, identity: bytes, frames: list[bytes]) -> None:
+    def _receive_frames(self) -> tuple[list[bytes], str]:
+        """The frames of one message, and the service whose key its sender has (or "")."""
+        if self._keys is None:
+            return self.socket.recv_multipart(zmq.NOBLOCK), ""
+        frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        return [frame.bytes for frame in frames], str(frames[-1].get("User-Id"))
+
+    def _watch_handshakes(self) -> None:
+        """Say why somebody did not get in."""
+        for event in _monitored(self._monitor):
+            self.counters["failed_handshakes"] += 1
+            words = curve.listener_words(event)
+            if words and self._repeats.is_news(words):
+                _log.warning("%s: failed handshake at %s: %s", self.me.name, self.address, words)
+
+    def _take(self, identity: bytes, frames: list[bytes], key_owner: str) -> None:
         link = self._links.get(identity)
         if link is None:
-            self._greet(identity, frames)
+            self._greet(identity, frames, key_owner)
             return
         try:
             self._deliver(link, frames)
         except _LinkBroken as broken:
             self._drop(identity, str(broken))
 
-    def _greet(self, identity: bytes, frames: list[bytes]) -> None:
+    def _greet(self, identity: bytes, frames: list[bytes], key_owner: str) -> None:
         """First message of an unknown identity: a Hello of our version, or a refusal."""
         try:
             decoded = codec.decode(frames)
@@ -249,6 +270,11 @@ class Listener(_Endpoint):
             self._refuse(
                 identity, f"protocol {hello.protocol[0]}, this side speaks {PROTOCOL_MAJOR}"
             )
+            return
+        if key_owner and hello.service != key_owner:
+            reason = f"a {hello.service} with the key of a {key_owner}"
+            _log.warning("%s: refused %s: %s", self.me.name, hello.name, reason)
+            self._refuse(identity, reason)
             return
         old = self._by_name.get(hello.name)
         if old is not None:
@@ -314,6 +340,9 @@ class Dialer(_Endpoint):
     ) -> None:
         super().__init__(address, me, links, stats)
         self.refused_reason = ""
+        self._server_keys = () if self._keys is None else self._keys.keys_at(address)
+        self._num_failed = 0  # handshakes
+        self._redial_at = 0.0  # after a failed one
         self._open()
 
     @property
@@ -358,7 +387,13 @@ class Dialer(_Endpoint):
         self.socket.setsockopt(zmq.IMMEDIATE, 1)
         self.socket.setsockopt(zmq.RECONNECT_IVL, 30)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._redial_at = 0.0
+        failures = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        if self._keys is not None:  # while keys are replaced, one of several is in use there
+            failures = curve.FAILURES
+            server_key = self._server_keys[self._num_failed % len(self._server_keys)]
+            curve.encrypt_dialler(self.socket, self._keys, server_key)
+        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | failures)
         self.socket.connect(self.address)
         self.generation += 1
         self._link = Link(now=time.monotonic(), max_outbox=self._links_config.max_outbox)
@@ -409,14 +444,28 @@ class Dialer(_Endpoint):
 
     def _watch_connection(self) -> None:
         closed = False
-        while self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # pyright: ignore[reportOperatorIssue]
-            parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
-            closed = True
+        for event in _monitored(self._monitor):
+            closed = closed or bool(event & zmq.EVENT_DISCONNECTED)
+            if event & curve.FAILURES:
+                words = curve.dialler_words(event, encrypted=self._keys is not None)
+                self._note_failure(words)
         if closed and (self._link.peer is not None or not self._link.outbox):
             raise _LinkBroken("connection closed")
 
+    def _note_failure(self, reason: str) -> None:
+        """A handshake failed: say so, and dial again soon, perhaps with another key."""
+        self.counters["failed_handshakes"] += 1
+        self._num_failed += 1
+        if not self._redial_at:
+            self._redial_at = time.monotonic() + curve.RETRY_S
+        if reason != self.refused_reason and self._num_failed >= len(self._server_keys):
+            _log.warning("%s: no link with %s: %s", self.me.name, self.address, reason)
+            self.refused_reason = reason
+
     def _tick(self) -> None:
         now = time.monotonic()
+        if self._redial_at and now >= self._redial_at:
+            raise _LinkBroken("failed handshake")
         if self._link.peer is not None and not self._beat(self._link, now):
             raise _LinkBroken("outbox is full")
         if now - self._link.last_heard > self._links_config.timeout_s:
