@@ -41,6 +41,7 @@ class ErrorCode(IntEnum):
     SLOW_CONSUMER = 10
     UNKNOWN = 11
     INTERNAL = 12
+    MISMATCH = 13  # the engine up there has another vocabulary than the tokenizer
 
 
 class FinishReason(IntEnum):
@@ -82,6 +83,9 @@ class ReplicaStats(Struct, frozen=True):
     paused: bool = False
     store_hit_tokens: int = 0  # prompt tokens loaded from a kvstore
     stored_blocks: int = 0  # blocks and points written to a kvstore
+    vocab_size: int = 0  # 0: not known yet
+    vocabulary: str = ""  # digest of the tokens and their ids; empty: not known
+    refused: str = ""  # set by a tokenizer that passes it on: why it sends nothing there
 
 
 class ServiceStats(Struct, frozen=True):
@@ -436,6 +440,7 @@ class Capacity(Message, frozen=True):
     costs: StepCosts = StepCosts()
     has_masks: bool = False  # it can keep an output to a grammar
     block_bytes: tuple[int, int, int] = (0, 0, 0)  # as a kvstore keeps a block of each pool
+    vocabulary: str = ""  # digest of the tokens and their ids; empty: not known
 
 
 class StepKind(IntEnum):
@@ -503,6 +508,7 @@ class SlotInit(Struct, frozen=True):
     n_logprobs: int = -1
     start: int = 0  # C at the start of the epoch: positions below are in cached blocks
     state_block: int = 0
+    traceparent: str = ""  # of the request; its spans on the device go there
 
 
 class OpKind(IntEnum):

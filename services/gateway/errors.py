@@ -21,6 +21,7 @@ HTTP_STATUS: dict[ErrorCode, int] = {
     ErrorCode.SLOW_CONSUMER: 408,
     ErrorCode.UNKNOWN: 500,
     ErrorCode.INTERNAL: 500,
+    ErrorCode.MISMATCH: 503,
 }
 
 CODE_NAME: dict[ErrorCode, str] = {
@@ -36,6 +37,7 @@ CODE_NAME: dict[ErrorCode, str] = {
     ErrorCode.SLOW_CONSUMER: "slow_consumer",
     ErrorCode.UNKNOWN: "internal_error",
     ErrorCode.INTERNAL: "internal_error",
+    ErrorCode.MISMATCH: "engine_mismatch",
 }
 
 _OPENAI_TYPE = {

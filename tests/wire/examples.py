@@ -29,7 +29,11 @@ REPLICA = m.ReplicaStats(
     True,
     256,
     9,
+    129_280,
+    "ab" * 16,
+    "another vocabulary",
 )
+TRACE = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
 SAMPLING = m.SamplingParams(0.5, 40, 0.9, 0.05, 0.1, 0.2, 1.1, [(7, -2.5)], True)
 GRAMMAR = m.Grammar("regex", "a+", IDS, b"\x09")
 IDENTITY = ("tokenizer", "tokenizer-0", b"\x01" * 8, (1, 0), "0.1.0", "cafe", 3, b"\x02", 16)
@@ -40,7 +44,7 @@ STEP = m.SubmitStep(
     1,
     m.Descriptor(m.StepKind.MIXED, 128, 2, 0, 0, 0, 0, 1, m.GroupFlag.PAUSE),
     b"r" * 48,
-    [m.SlotInit(0, 1, 99, 1, IDS, 2, 64, 1, SAMPLING, 11, 0, IDS, GRAMMAR, 5, 128, 3)],
+    [m.SlotInit(0, 1, 99, 1, IDS, 2, 64, 1, SAMPLING, 11, 0, IDS, GRAMMAR, 5, 128, 3, TRACE)],
     b"b" * 20,
     [m.BlockOp(1, m.OpKind.COPY, m.Pool.STATE, 2, 3, True)],
     b"s" * 8,
@@ -65,10 +69,14 @@ GENERATE = m.Generate(
     b"salt",
     -1,
     10**18,
-    "00-" + "a" * 32 + "-" + "b" * 16 + "-01",
+    TRACE,
     b"h",
 )
 COSTS = m.StepCosts(1_000_000, 20_000, 5_000, 9_000, [(32, 2_000_000), (64, 3_000_000)])
+CAPACITY = (
+    *(1, 0, 256, 128, 64, 64, 8192, 8192, 64, 64, 128, 5),
+    *(True, "f00d", COSTS, True, (9, 8, 7)),
+)
 HASH = bytes(range(100, 116))
 ITEM = m.KvItem(
     HASH, m.KvKind.POINT, [(m.Pool.WINDOW, 64), (m.Pool.STATE, 8)], 7, m.KvTier.DISK, [(4096, 72)]
@@ -101,9 +109,7 @@ EXAMPLES: tuple[m.AnyMessage, ...] = (
     m.Pause(),
     m.Resume(),
     m.Progress("experts", 3, 16),
-    m.Capacity(
-        1, 0, 256, 128, 64, 64, 8192, 8192, 64, 64, 128, 5, True, "f00d", COSTS, True, (9, 8, 7)
-    ),
+    m.Capacity(*CAPACITY, "ab" * 16),
     STEP,
     m.StepResult(
         1,

@@ -49,6 +49,7 @@ class Intake:
         self.geometry: Geometry | None = None  # known once an engine was loaded
         self.totals: tuple[int, int, int] = (0, 0, 0)  # the least blocks of any rank, by class
         self.fingerprint = ""
+        self.vocabulary = ""  # digest of the engine's
         self.has_masks = False  # the executors can keep an output to a grammar
         self.draining = False
         self.prompt_tokens = 0

@@ -196,6 +196,7 @@ class Packer:
             n_logprobs=generate.n_logprobs,
             start=int(table.confirmed_kv[index]),
             state_block=int(table.state[index]),
+            traceparent=generate.traceparent,
         )
 
     def _blocks(self, index: NDArray[np.intp]) -> bytes:

@@ -132,7 +132,7 @@ class Scheduler:
 
     def stats(self) -> ReplicaStats:
         """The state of the replica, for heartbeats."""
-        engine, registry = self.engine, self.registry
+        engine, registry, geometry = self.engine, self.registry, self.intake.geometry
         residents = len(registry.live) - len(self.waiting)
         stats = ReplicaStats(
             name=self.name,
@@ -143,6 +143,8 @@ class Scheduler:
             running=residents,
             preemptions=self._session.preemptions,
             prompt_tokens=self.intake.prompt_tokens,
+            vocab_size=geometry.vocab_size if geometry is not None else 0,
+            vocabulary=self.intake.vocabulary,
             cached_prompt_tokens=self._session.cached_tokens,
             output_tokens=self._session.output_tokens,
             steps=self.group.group_step,

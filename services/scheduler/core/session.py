@@ -112,6 +112,7 @@ class Session:
             )
             for c in capacities
         ]
+                c.vocabulary,
         for rank, shape in enumerate(shapes):
             if shape != shapes[0]:
                 text = "ranks disagree; give all executors the same model and numerics"
@@ -143,6 +144,7 @@ class Session:
         for rank, peer in sorted(self._group.peers.items()):
             if self._group.told[rank] != self._group.engine_epoch:
                 self._reset(rank, peer)  # it loaded while the epoch moved on
+        self._intake.vocabulary = capacities[0].vocabulary
         self._intake.recheck(now)
         for request in self._registry.live.values():
             self.engine.results.watch(request.stop_ids)
