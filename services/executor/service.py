@@ -15,16 +15,21 @@ from deepmesh.wire.messages import (
     AnyMessage,
     Capacity,
     Drain,
+    KvStatus,
     Load,
+    LoadBlocks,
+    OpDone,
     Progress,
     Reset,
     ServiceStats,
     Shutdown,
     StepResult,
+    StoreBlocks,
     SubmitStep,
 )
 from deepmesh.wire.sockets import Dialer, Identity, LinkEvent, Mail, PeerDown, PeerUp
 from services.executor.interface import Executor, GroupLost, OnProgress
+from services.executor.kv_transfer import KvTransfers
 from services.executor.loader import Loader
 from services.executor.progress import LoadDisplay
 
@@ -77,6 +82,11 @@ class ExecutorService:
         self._open = True
         self._dial()
         self._executor = make(self._wake, self._on_progress)
+        self._transfers: KvTransfers | None = None  # without a kvstore there are none
+        if config.kvstore.count:
+            self._transfers = KvTransfers(
+                config, self.name, submit=self._executor.submit, wake=self._wake
+            )
         self._loader = Loader(self._executor.load, self._wake)
         self._display = LoadDisplay()
         self._gate = StepGate()
@@ -117,8 +127,11 @@ class ExecutorService:
                     self._on_event(event)
                 self._report_loading()
                 self._send_results()
+                self._send_transfers()
         finally:
             self._display.close()
+            if self._transfers is not None:
+                self._transfers.close()
             self._executor.close()
             with self._life:
                 self._open = False
@@ -143,6 +156,8 @@ class ExecutorService:
                 self._on_load(message)
             case SubmitStep():
                 self._on_step(message)
+            case StoreBlocks() | LoadBlocks():
+                self._on_blocks(message)
             case Reset(engine_epoch=epoch):
                 _log.info("reset to engine epoch %d", epoch)
                 self._begin_epoch(epoch)
@@ -178,7 +193,18 @@ class ExecutorService:
                 _log.error("a step before %d is missing: dialling again", step.step_id)
                 self._redial()
 
+    def _on_blocks(self, order: StoreBlocks | LoadBlocks) -> None:
+        if order.engine_epoch != self._gate.epoch:
+            self.counters["dropped_ops"] += 1
+        elif self._transfers is not None:
+            self._transfers.order(order)
+        else:
+            nothing = bytes(len(order.moves))
+            self._link.send(OpDone(order.op_id, order.engine_epoch, KvStatus.ERROR, nothing))
+
     def _begin_epoch(self, epoch: int) -> None:
+        if self._transfers is not None:
+            self._transfers.begin_epoch()
         self._executor.reset(epoch)
         self._gate = StepGate(epoch)
         self._unresolved = 0
@@ -224,6 +250,8 @@ class ExecutorService:
         gc.collect()
         gc.freeze()  # what lives now lives to the end: no later collection looks at it
         self._gate = StepGate(capacity.engine_epoch)
+        if self._transfers is not None:
+            self._transfers.loaded(capacity)
         self._link.send(capacity)
 
     def _send_results(self) -> None:
@@ -239,4 +267,15 @@ class ExecutorService:
             if isinstance(result, StepResult):
                 self._unresolved -= 1
             if not self._link.send(result):
+                self.counters["unsent_results"] += 1  # the link is down: a reset follows
+
+    def _send_transfers(self) -> None:
+        while self._transfers is not None and (done := self._transfers.poll()) is not None:
+            name = "kv load" if isinstance(done.order, LoadBlocks) else "kv store"
+            if done.order.traceparent:
+                about = {"moves": len(done.order.moves), "bytes": done.num_bytes}
+                self._tracer.record(
+                    name, done.order.traceparent, done.begin_ns, time.time_ns(), about
+                )
+            if not self._link.send(done.message):
                 self.counters["unsent_results"] += 1  # the link is down: a reset follows
