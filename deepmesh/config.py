@@ -36,9 +36,9 @@ class LinksConfig(Section, frozen=True):
     heartbeat_s: float = 1.0
     timeout_s: float = 5.0  # a peer silent for longer is lost
     max_outbox: int = 20_000  # messages; beyond it the peer is lost
-    # Folder that `deepmesh keys --mesh` makes; relative to mesh.toml. Set: every tcp link is
-    # encrypted, and only the listed keys get in. Empty: tcp on loopback only.
-    keys: str = ""
+    keys: str = (
+        ""  # folder of `deepmesh keys --mesh`: tcp is encrypted; empty: tcp on loopback only
+    )
     bind: str = ""  # where tcp listeners bind: 0.0.0.0, an IP; empty: the host of their address
 
 
@@ -86,6 +86,8 @@ class SchedulerConfig(Section, frozen=True):
     max_waiting: int = 4096
     step_tokens: int = 1024  # tokens a step may compute
     chunk_tokens: int = 512  # whole multiples of the executor's chunk_align
+    hold_steps: int = 1  # group steps that a lone prefill waits for prefill of other ranks
+    decode_itl_ms: float = 100.0  # between tokens of one request, while others prefill
     max_model_len: int = 0  # 0: what the executor can hold
     orphan_s: float = 10.0
     deadline_s: float = 120.0
@@ -105,7 +107,13 @@ class ExecutorConfig(Section, frozen=True):
     global_blocks: int = 0  # 0: by memory, see `deepmesh model inspect`
     window_blocks: int = 0
     slots: int = 0  # 0: scheduler.max_rows + room for fences
-    fake_step_ms: float = 0.0  # kind = "fake": how long a step takes
+    max_queued: int = 64  # steps that may wait for the device; a scheduler sends `depth` of them
+    # kind = "fake": a device that takes its time, for tests and benchmarks
+    fake_step_ms: float = 0.0  # from the begin of a step to its tokens
+    fake_tail_ms: float = 0.0  # from there to the end of the step
+    fake_draft_len: int = 0  # drafts that each decode row verifies
+    fake_mask_ms: float = -1.0  # until the mask behind a token is there; negative: no grammars
+    fake_hang_step: int = 0  # the device never ends this step of the process; 0: it never hangs
     # Where the ranks of a group meet. Empty: in the run folder, on one machine. "tcp://HOST:PORT":
     # rank 0 listens there, on a private network; {index} is the number of the scheduler.
     group_address: str = ""
@@ -279,13 +287,20 @@ def _check(config: Config) -> None:
         "scheduler.step_tokens": (config.scheduler.step_tokens, 1, 1 << 20),
         "scheduler.chunk_tokens": (config.scheduler.chunk_tokens, 1, 1 << 20),
         "scheduler.max_waiting": (config.scheduler.max_waiting, 1, 1 << 20),
+        "scheduler.hold_steps": (config.scheduler.hold_steps, 0, 1000),
+        "scheduler.decode_itl_ms": (config.scheduler.decode_itl_ms, 0, 3_600_000),
         "scheduler.max_model_len": (config.scheduler.max_model_len, 0, 1 << 30),
         "scheduler.orphan_s": (config.scheduler.orphan_s, 0, 86_400),
         "scheduler.deadline_s": (config.scheduler.deadline_s, 0.1, 86_400),
         "executor.global_blocks": (config.executor.global_blocks, 0, 1 << 30),
         "executor.window_blocks": (config.executor.window_blocks, 0, 1 << 30),
         "executor.slots": (config.executor.slots, 0, 1 << 16),
+        "executor.max_queued": (config.executor.max_queued, 3, 1 << 20),
         "executor.fake_step_ms": (config.executor.fake_step_ms, 0, 60_000),
+        "executor.fake_tail_ms": (config.executor.fake_tail_ms, 0, 60_000),
+        "executor.fake_draft_len": (config.executor.fake_draft_len, 0, 15),
+        "executor.fake_mask_ms": (config.executor.fake_mask_ms, -1, 60_000),
+        "executor.fake_hang_step": (config.executor.fake_hang_step, 0, 1 << 62),
         "executor.ranks": (config.executor.ranks, 1, 1024),
         "executor.threads": (config.executor.threads, 1, 1024),
         "links.heartbeat_s": (config.links.heartbeat_s, 0.01, 60),

@@ -32,6 +32,7 @@ from deepmesh.wire.messages import (
     TokenBatch,
 )
 from deepmesh.wire.packed import ROW
+from services.scheduler.core.alignment import ChooseKind
 from services.scheduler.core.audit import audit
 from services.scheduler.core.events import (
     Action,
@@ -83,11 +84,17 @@ class Driver:
         *,
         max_unacked: int = 2048,
         load: bool = True,
+        choose_kind: ChooseKind | None = None,
         **capacity: int | bool | str,
     ) -> None:
         self.capacity = replace(CAPACITY, **capacity)
         self.core = Scheduler(
-            config, name="scheduler-0", model="m", served_model="tiny", max_unacked=max_unacked
+            config,
+            name="scheduler-0",
+            model="m",
+            served_model="tiny",
+            max_unacked=max_unacked,
+            choose_kind=choose_kind,
         )
         self.device = Device(self.capacity, 0)
         self.now = SECOND

@@ -8,7 +8,8 @@ from deepmesh.config import SchedulerConfig
 from deepmesh.wire.messages import Capacity, Pool, ReplicaStats, StepResult, StepStatus, SubmitStep
 
 from .admission import Admission
-from .alignment import Alignment
+from .alignment import Alignment, ChooseKind
+from .costs import Costs, verify_costs
 from .group import Group, StepRecord
 from .leases import RankMemory
 from .outbox import Outbox
@@ -60,7 +61,9 @@ class Engine:
         outbox: Outbox,
         prefix_cache: bool,
         max_unacked: int,
+        choose_kind: ChooseKind,
     ) -> None:
+        costs = Costs(capacities)
         self.geometry = geometry
         self.group = group
         self.memories = [RankMemory(capacity) for capacity in capacities]
@@ -77,11 +80,13 @@ class Engine:
             self.residency,
             self.watermark,
             self.admission,
-            Alignment(self.residency, waiting, geometry),
+            Alignment(self.residency, waiting, geometry, costs=costs, choose_kind=choose_kind),
             prefix_cache=prefix_cache,
             max_unacked=max_unacked,
         )
-        self.verify = VerifyCapacity(draft_len=geometry.decode_width - 1)
+        self.verify = VerifyCapacity(
+            draft_len=geometry.decode_width - 1, cost_by_tier=verify_costs(capacities)
+        )
         self.packer = Packer(self.residency, group, self.verify)
         self.results = Results(self.residency, group, outbox, registry, geometry)
 

@@ -19,7 +19,7 @@ from deepmesh.wire.messages import (
 from deepmesh.wire.packed import BLOCK, CANCEL, ROW, SLOT, pack_ids
 
 from .group import Capture, Group, RankStep, StepRecord, decide, group_step_of
-from .planner import Plan
+from .plan import Plan
 from .request import Phase, Request
 from .residency import Residency
 from .speculation import VerifyCapacity

@@ -1,14 +1,13 @@
 """Plans one numbered group step: preempt, choose rows, admit, lease what the rows will write."""
 
-from dataclasses import dataclass, field
-
 import numpy as np
 from numpy.typing import NDArray
 
-from deepmesh.wire.messages import Pool, StepKind
+from deepmesh.wire.messages import StepKind
 
 from .admission import Admission
 from .alignment import Alignment
+from .plan import Plan
 from .policy import chunk_end
 from .request import Phase, Request
 from .residency import Residency
@@ -16,21 +15,6 @@ from .watermark import Watermark
 
 NON_PREEMPTIBLE_AFTER = 3
 SETTLE_TOKENS = 32  # output tokens after which such a request can be preempted again
-
-
-@dataclass(slots=True)
-class Plan:
-    """Rows of all ranks for one step, by table index."""
-
-    decode: NDArray[np.intp]  # ascending, so rank by rank
-    prefill: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
-    captures: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
-    starved: bool = False  # a row could run but for blocks
-
-    @property
-    def empty(self) -> bool:
-        """No rank has a row."""
-        return len(self.decode) == 0 and not self.prefill
 
 
 class Planner:
@@ -68,6 +52,8 @@ class Planner:
             self._admit(plan, now)
         if kind == StepKind.PREFILL and plan.empty:
             self._choose_decode(plan)  # no prefill found room: the step is not wasted
+        if not plan.empty:
+            self._alignment.ran(plan)
         return plan
 
     def _admit(self, plan: Plan, now: int) -> None:
@@ -103,7 +89,7 @@ class Planner:
             crossing = end // geometry.chunk_align > least // geometry.chunk_align
             for at in np.flatnonzero(crossing).tolist():
                 position = int(end[at]) // geometry.chunk_align * geometry.chunk_align
-                self._capture(plan, int(rows[at]), position)
+                plan.capture(self._residency, int(rows[at]), position)
 
     def _oldest_first(self, rows: NDArray[np.intp], at: NDArray[np.intp]) -> list[int]:
         order = sorted(at.tolist(), key=lambda i: self._table.request_at(int(rows[i])).order)
@@ -157,7 +143,7 @@ class Planner:
         plan.prefill.append((index, start, end))
         budgets[rank] -= end - start
         is_point = end in request.points and self._prefix_cache
-        if is_point and not self._capture(plan, index, end):
+        if is_point and not plan.capture(self._residency, index, end):
             self._residency.reached(request, end)  # whoever waits for it waits in vain
         return True
 
@@ -172,12 +158,3 @@ class Planner:
         if end > start and not self._residency.grow_window(index, end):
             return start
         return end
-
-    def _capture(self, plan: Plan, index: int, position: int) -> bool:
-        """Lease a state block for a resumable point; without one the point is not kept."""
-        memory = self._residency.memories[index // self._residency.slots]
-        block = memory.take(Pool.STATE, 1)
-        if block is None:
-            return False
-        plan.captures.append((index, position, block[0]))
-        return True

@@ -18,6 +18,7 @@ from deepmesh.wire.messages import (
     StopAt,
 )
 
+from .alignment import ChooseKind, KindPolicy
 from .audit import audit
 from .engine import Engine
 from .events import (
@@ -59,7 +60,9 @@ class Scheduler:
         ranks: int = 1,
         first_epoch: int = 1,
         max_unacked: int = 2048,
+        choose_kind: ChooseKind | None = None,
     ) -> None:
+        policy = KindPolicy(config.hold_steps, 1e6 * config.decode_itl_ms)
         self.config = config
         self.name = name
         self.group = Group(ranks=ranks, first_epoch=first_epoch)
@@ -83,6 +86,7 @@ class Scheduler:
             model=model,
             numerics=numerics,
             max_unacked=max_unacked,
+            choose_kind=choose_kind or policy.choose,
         )
         self._served_model = served_model
         self._max_unacked = max_unacked
@@ -139,12 +143,12 @@ class Scheduler:
             ready=self.group.ready and not self.intake.draining,
             model=self._served_model,
             fingerprint=self.intake.fingerprint,
+            vocab_size=geometry.vocab_size if geometry is not None else 0,
+            vocabulary=self.intake.vocabulary,
             waiting=len(self.waiting),
             running=residents,
             preemptions=self._session.preemptions,
             prompt_tokens=self.intake.prompt_tokens,
-            vocab_size=geometry.vocab_size if geometry is not None else 0,
-            vocabulary=self.intake.vocabulary,
             cached_prompt_tokens=self._session.cached_tokens,
             output_tokens=self._session.output_tokens,
             steps=self.group.group_step,

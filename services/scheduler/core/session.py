@@ -3,6 +3,7 @@
 from deepmesh.config import SchedulerConfig
 from deepmesh.wire.messages import Capacity, ErrorCode, Load, Reset, Shutdown
 
+from .alignment import ChooseKind
 from .engine import Engine, geometry_of
 from .events import StepEnded
 from .group import Group, StepRecord, group_step_of
@@ -30,6 +31,7 @@ class Session:
         model: str,
         numerics: str,
         max_unacked: int,
+        choose_kind: ChooseKind,
     ) -> None:
         self.engine: Engine | None = None
         self.preemptions = self.output_tokens = self.cached_tokens = 0  # of all engines so far
@@ -41,6 +43,7 @@ class Session:
         self._outbox = outbox
         self._model, self._numerics = model, numerics
         self._max_unacked = max_unacked
+        self._choose_kind = choose_kind
 
     def executor_up(self, peer: str, rank: int) -> None:
         """Tell an executor what to load."""
@@ -109,10 +112,10 @@ class Session:
                 c.one_kernel_class,
                 c.has_masks,
                 c.fingerprint,
+                c.vocabulary,
             )
             for c in capacities
         ]
-                c.vocabulary,
         for rank, shape in enumerate(shapes):
             if shape != shapes[0]:
                 text = "ranks disagree; give all executors the same model and numerics"
@@ -135,16 +138,17 @@ class Session:
             outbox=self._outbox,
             prefix_cache=self._config.prefix_cache,
             max_unacked=self._max_unacked,
+            choose_kind=self._choose_kind,
         )
         self._registry.residency = self.engine.residency
         self._intake.geometry = geometry
         self._intake.totals = self.engine.totals
         self._intake.fingerprint = capacities[0].fingerprint
+        self._intake.vocabulary = capacities[0].vocabulary
         self._intake.has_masks = capacities[0].has_masks
         for rank, peer in sorted(self._group.peers.items()):
             if self._group.told[rank] != self._group.engine_epoch:
                 self._reset(rank, peer)  # it loaded while the epoch moved on
-        self._intake.vocabulary = capacities[0].vocabulary
         self._intake.recheck(now)
         for request in self._registry.live.values():
             self.engine.results.watch(request.stop_ids)

@@ -1,0 +1,41 @@
+"""The rows of all ranks for one group step, chosen and not yet numbered."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepmesh.wire.messages import Pool
+
+from .residency import Residency
+
+
+@dataclass(slots=True)
+class Plan:
+    """Rows by table index, rank by rank."""
+
+    decode: NDArray[np.intp]  # ascending
+    # (index, start, end) of known ids; from P on the decode kernels compute them (two classes)
+    prefill: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
+    captures: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
+    starved: bool = False  # a row could run but for blocks
+
+    @property
+    def empty(self) -> bool:
+        """No rank has a row."""
+        return len(self.decode) == 0 and not self.prefill
+
+    def capture(self, residency: Residency, index: int, position: int) -> bool:
+        """Lease a state block for a resumable point; without one the point is not kept."""
+        block = residency.memories[index // residency.slots].take(Pool.STATE, 1)
+        if block is None:
+            return False
+        self.captures.append((index, position, block[0]))
+        return True
+
+    def tokens_by_rank(self, ranks: int, slots: int, width: int) -> NDArray[np.int64]:
+        """Positions that the rows of each rank may write; decode rows are `width` wide."""
+        tokens = np.bincount(self.decode // slots, minlength=ranks).astype(np.int64) * width
+        for index, start, end in self.prefill:
+            tokens[index // slots] += end - start
+        return tokens
