@@ -93,6 +93,8 @@ class SchedulerConfig(Section, frozen=True):
     deadline_s: float = 120.0
     audit: bool = False  # check all invariants after every event
     prefix_cache: bool = True
+    store_lookup_s: float = 0.05  # a request waits so long for what a kvstore says of its prompt
+    store_load_s: float = 2.0  # and so long for its blocks; then it computes them
 
 
 class ExecutorConfig(Section, frozen=True):
@@ -291,6 +293,8 @@ def _check(config: Config) -> None:
         "scheduler.decode_itl_ms": (config.scheduler.decode_itl_ms, 0, 3_600_000),
         "scheduler.max_model_len": (config.scheduler.max_model_len, 0, 1 << 30),
         "scheduler.orphan_s": (config.scheduler.orphan_s, 0, 86_400),
+        "scheduler.store_lookup_s": (config.scheduler.store_lookup_s, 0.001, 60),
+        "scheduler.store_load_s": (config.scheduler.store_load_s, 0.01, 3600),
         "scheduler.deadline_s": (config.scheduler.deadline_s, 0.1, 86_400),
         "executor.global_blocks": (config.executor.global_blocks, 0, 1 << 30),
         "executor.window_blocks": (config.executor.window_blocks, 0, 1 << 30),

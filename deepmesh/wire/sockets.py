@@ -213,7 +213,7 @@ class Listener(_Endpoint):
         """Give the address back."""
         if self.before_close is not None:
             self.before_close()
-        if self._monitor is not None:
+        if self._monitor is not None and not self._monitor.closed:
             self.socket.disable_monitor()
             self._monitor.close()
         self.socket.close()
