@@ -21,12 +21,14 @@ def plan_capacity(
     *,
     bytes_per_block: tuple[int, int, int] = (0, 0, 0),
     memory_bytes: int = 0,
+    draft_len: int = 0,
 ) -> Capacity:
     """Pool sizes: those of [executor], or enough for `max_rows` requests of typical length.
 
     Args:
         bytes_per_block: of each pool, where memory is a limit.
         memory_bytes: what the pools may take; defaults are lowered to it, 0 is no limit.
+        draft_len: drafts that are verified with each token.
     Raises:
         ValueError: the pools cannot hold a single request of full length.
     """
@@ -35,7 +37,8 @@ def plan_capacity(
     per_request = -(-min(max_len, TYPICAL_TOKENS) // BLOCK_TOKENS)
     num_slots = executor.slots or rows + max(MAX_DEPTH, rows // 2)
     least_global = -(-max_len // BLOCK_TOKENS)
-    window_span = -(-(model.sliding_window + MAX_DEPTH) // BLOCK_TOKENS) + 1
+    reach = MAX_DEPTH * (1 + draft_len)  # positions in flight of a request that decodes
+    window_span = -(-(model.sliding_window + reach) // BLOCK_TOKENS) + 1
     in_flight = MAX_DEPTH * config.scheduler.step_tokens // BLOCK_TOKENS
     global_blocks = max(rows * per_request, least_global)
     window_blocks = rows * (window_span + KEPT_POINTS) + in_flight
@@ -62,6 +65,7 @@ def plan_capacity(
         vocab_size=model.vocab_size,
         window=model.sliding_window,
         block_size=BLOCK_TOKENS,
+        draft_len=draft_len,
     )
 
 

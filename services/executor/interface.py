@@ -7,12 +7,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepmesh.wire.messages import BlockOp, Capacity, GpuDone, Load, Pool, StepResult, SubmitStep
+from services.executor.device_clock import DeviceClock
 from services.executor.kv_copy import BlockCopy, Bytes
 
 if TYPE_CHECKING:
     from services.executor.slots import SlotTable
 
 OnProgress = Callable[[str, int, int], None]  # stage, done, total
+CLOSE_S = 3.0  # a device that does not end its step within this time is taken for hung
 
 
 class GroupLost(Exception):
@@ -45,8 +47,8 @@ class Executor(Protocol):
         """Abandon all steps, keep the weights."""
         ...
 
-    def close(self) -> None:
-        """Give back the device."""
+    def close(self, timeout_s: float = CLOSE_S) -> bool:
+        """Give back the device; False if it hangs, and only the end of the process can help."""
         ...
 
 
@@ -58,16 +60,27 @@ class LiveRows(NamedTuple):
     starts: NDArray[np.int64]  # first position
     counts: NDArray[np.int64]  # positions to compute, at least 1
     samples: NDArray[np.bool_]  # whether a token is sampled behind the last position
+    drafted: NDArray[np.bool_]  # positions behind the first hold drafts that only we know
+    masked: NDArray[np.bool_]  # may sample only under the mask of its grammar
 
 
 class Sampled(NamedTuple):
-    """What a step sampled; one element per live row, meaningful where the row samples."""
+    """What a step sampled.
+
+    `finite` and `reasons` have an element per live row, the rest one per token, in the order of
+    the rows; without `counts` that is one each, meaningful where the row samples.
+    """
 
     tokens: NDArray[np.int32]
     finite: NDArray[np.bool_]  # the logits were; if not, the request ends
     logprobs: NDArray[np.float32]
     top_ids: Sequence[NDArray[np.int32]]  # as many as the row's n_logprobs
     top_logprobs: Sequence[NDArray[np.float32]]
+    counts: NDArray[np.int64] | None = None  # tokens of each row
+    # DoneReason behind the row's last token, as far as only the engine can see it: NULL for a row
+    # that missed its mask, GRAMMAR, GRAMMAR_ERROR
+    reasons: NDArray[np.uint8] | None = None
+    confidence: bytes = b""  # StepResult.confidence
 
 
 class Engine(Protocol):
@@ -76,6 +89,11 @@ class Engine(Protocol):
     `load`, `begin_epoch` and `close` may be called from any thread, the others only from that of
     the device stream.
     """
+
+    @property
+    def clock(self) -> DeviceClock:
+        """When its steps begin and end."""
+        ...
 
     def load(self, order: Load, on_progress: OnProgress) -> Capacity:
         """Load the weights, unless these are there already, and make empty KV pools."""

@@ -18,19 +18,23 @@ class Outcome:
     ) -> None:
         self.rows, self.ops, self.error = rows, ops, error
         self.begin_ns = self.end_ns = 0
-        self._tokens: list[int] = []
-        self._logprobs = self._top_ids = self._top_logprobs = b""
+        self._tokens = np.zeros(0, np.int32)
+        self._logprobs = self._top_ids = self._top_logprobs = self._confidence = b""
 
     def add_tokens(self, live: LiveRows, sampled: Sampled, *, with_logprobs: bool) -> None:
         """Tokens in the order of the step's rows; logprobs if any row asks for them."""
-        took = [i for i in range(len(live.rows)) if self.rows["num_tokens"][live.rows[i]]]
-        self._tokens = sampled.tokens[took].tolist()
-        if with_logprobs and took:
-            self._logprobs = sampled.logprobs[took].astype("<f4").tobytes()
-            self._top_ids = b"".join(sampled.top_ids[i].astype("<i4").tobytes() for i in took)
-            self._top_logprobs = b"".join(
-                sampled.top_logprobs[i].astype("<f4").tobytes() for i in took
-            )
+        took = self.rows["num_tokens"][live.rows].astype(np.int64)
+        given = np.ones(len(took), np.int64) if sampled.counts is None else sampled.counts
+        ends = np.cumsum(given)
+        place = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - given, given)
+        kept = np.flatnonzero(place < np.repeat(took, given))  # what follows a stop is not sent
+        self._tokens = sampled.tokens[kept]
+        self._confidence = sampled.confidence
+        if with_logprobs and len(kept):
+            self._logprobs = sampled.logprobs[kept].astype("<f4").tobytes()
+            tops = [(sampled.top_ids[i], sampled.top_logprobs[i]) for i in kept.tolist()]
+            self._top_ids = b"".join(ids.astype("<i4").tobytes() for ids, _ in tops)
+            self._top_logprobs = b"".join(best.astype("<f4").tobytes() for _, best in tops)
 
     def result(
         self,
@@ -51,6 +55,7 @@ class Outcome:
             logprobs=self._logprobs,
             top_ids=self._top_ids,
             top_logprobs=self._top_logprobs,
+            confidence=self._confidence,
             gpu_done=gpu_done,
             ops_done=ops_done,
             times=times,

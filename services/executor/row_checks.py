@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from deepmesh.wire.messages import Pool, RowMode, RowSource
+from deepmesh.wire.messages import Pool, RowSource
 from services.executor.interface import LiveRows
 
 if TYPE_CHECKING:
@@ -37,11 +37,14 @@ def check_rows(table: "SlotTable", rows: NDArray[np.void], live: LiveRows) -> No
     made = table.producer_step[slots] == given["producer_step"]
     bounded = (given["start_lo"] <= starts) & (starts <= given["start_hi"])
     reach = np.maximum(0, starts - table.capacity.window + 1)
+    needed = np.where(live.drafted, starts + 1, ends)
+    most = 1 + table.capacity.draft_len
     problems = (
-        (given["mode"] == RowMode.VERIFY, "drafts are not known here"),
-        (given["grammar"] != 0, "grammars are not known here"),
-        ((live.counts < 1) | (ends > known), "not so many ids are known"),
-        (live.samples & (ends != known), "samples before its last id"),
+        (live.drafted & ((most == 1) | (given["q"] > most)), "so many drafts are not known here"),
+        ((given["grammar"] != 0) & (not table.capacity.has_masks), "grammars are not known here"),
+        ((live.counts < 1) | (needed > known), "not so many ids are known"),
+        ((live.samples | live.drafted) & (needed != known), "samples before its last id"),
+        (live.drafted & ~live.samples, "has drafts, and samples nothing"),
         (is_host & (given["start_lo"] != starts), "the row starts elsewhere"),
         (~is_host & ~made, "its input is not of the producer step"),
         (~is_host & ~bounded, "the position is not within the row's bounds"),
@@ -49,10 +52,12 @@ def check_rows(table: "SlotTable", rows: NDArray[np.void], live: LiveRows) -> No
     for wrong, text in problems:
         _refuse(live, wrong, text)
     size = table.block_size
-    for pool, first in ((Pool.GLOBAL, np.zeros_like(starts)), (Pool.WINDOW, reach // size)):
-        missing = _any_unwritten(table.tables[pool], slots, first, -(-ends // size))
+    last = -(-ends // size)
+    for pool, first in ((Pool.GLOBAL, table.checked_blocks[slots]), (Pool.WINDOW, reach // size)):
+        missing = _any_unwritten(table.tables[pool], slots, np.minimum(first, last), last)
         _refuse(live, missing, f"lacks a {pool.name} block")
-    _refuse(live, _any_unwritten(table.tokens, slots, starts, ends), "reads an unwritten id")
+    table.checked_blocks[slots] = np.maximum(table.checked_blocks[slots], last)
+    _refuse(live, _any_unwritten(table.tokens, slots, starts, needed), "reads an unwritten id")
 
 
 def _refuse(live: LiveRows, wrong: NDArray[np.bool_], text: str) -> None:

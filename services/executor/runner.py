@@ -15,6 +15,7 @@ from deepmesh.config import Config
 from deepmesh.wire.messages import BlockOp, Capacity, Load, OpKind, Pool, SubmitStep
 from services.executor.batch import BatchRow, StepBatch
 from services.executor.capacity import fingerprint, plan_capacity
+from services.executor.device_clock import WorkerClock
 from services.executor.interface import LiveRows, OnProgress, Sampled
 from services.executor.kv_cache import LAYOUT, KvCache
 from services.executor.kv_copy import Bytes
@@ -52,6 +53,7 @@ class ModelEngine:
 
     def __init__(self, config: Config, index: int = 0) -> None:
         """`index` is that of the scheduler whose EP group this rank belongs to."""
+        self.clock = WorkerClock()
         self._config, self._index = config, index
         self._group: ExpertGroup | None = None  # None: this rank is all there is
         self._loaded: tuple[object, ...] = ()

@@ -15,6 +15,7 @@ from deepmesh.wire.messages import (
     OpKind,
     Pool,
     RowMode,
+    RowSource,
     SlotInit,
 )
 from deepmesh.wire.packed import RESULT, unpack_ids
@@ -23,6 +24,7 @@ from services.executor.row_checks import check_owners, check_rows
 
 UNWRITTEN = -1  # in token and block tables: reading it is a bug that `resolve` names
 PAGED = (Pool.GLOBAL, Pool.WINDOW)
+TOKENLESS = (DoneReason.NULL, DoneReason.ERROR, DoneReason.GRAMMAR_ERROR)
 
 
 class Request(NamedTuple):
@@ -55,6 +57,9 @@ class SlotTable:
         self.max_len = np.zeros(num, np.int64)
         self.producer_step = np.zeros(num, np.uint64)  # step of the slot's latest row
         self.state_block = np.zeros(num, np.int32)
+        self.checked_blocks = np.zeros(num, np.int64)  # leading entries of GLOBAL known to be there
+        self.num_logprobs = np.full(num, -1, np.int64)  # as SlotInit.n_logprobs
+        self.is_stop = np.zeros(capacity.vocab_size, bool)  # ids that end some request, now or ever
         # filled when a slot is opened, and only as far as its request can get: a table for a
         # million positions costs no memory before
         self.tokens = np.empty((num, max_len), np.int32)
@@ -97,12 +102,15 @@ class SlotTable:
         self.is_open[slot], self.done[slot] = True, False
         self.kv_len[slot], self.total_len[slot] = init.start, len(ids)
         self.max_len[slot], self.state_block[slot] = init.max_len, init.state_block
-        self.producer_step[slot] = 0
+        self.producer_step[slot], self.num_logprobs[slot] = 0, init.n_logprobs
+        self.checked_blocks[slot] = 0
         self.tokens[slot, : init.max_len] = UNWRITTEN
         self.tokens[slot, : len(ids)] = ids
         for table in self.tables.values():
             table[slot] = UNWRITTEN
-        self.requests[slot] = Request(init, frozenset(unpack_ids(init.stop_ids).tolist()))
+        stop_ids = unpack_ids(init.stop_ids)
+        self.is_stop[stop_ids[stop_ids < self.capacity.vocab_size]] = True
+        self.requests[slot] = Request(init, frozenset(stop_ids.tolist()))
 
     def close(self, closed: NDArray[np.void]) -> None:
         """Slots are free again (packed.SLOT)."""
@@ -157,12 +165,19 @@ class SlotTable:
         )
         alive = ~self.done[slots] & ~cancelled
         index, slots = index[alive], slots[alive]
+        given = rows[index]
+        # drafts go behind the one token that is known; what would lie beyond the end is cut off
+        drafted = (given["mode"] == RowMode.VERIFY) & (given["source"] == RowSource.DEVICE)
+        counts = given["q"].astype(np.int64)
+        room = self.max_len[slots] - self.kv_len[slots]
         live = LiveRows(
             rows=index,
             slots=slots,
             starts=self.kv_len[slots],
-            counts=rows["q"][index].astype(np.int64),
-            samples=rows["sample"][index] != 0,
+            counts=np.where(drafted, np.minimum(counts, room), counts),
+            samples=given["sample"] != 0,
+            drafted=drafted,
+            masked=given["grammar"] != 0,
         )
         check_rows(self, rows, live)
         return live
@@ -172,33 +187,55 @@ class SlotTable:
     ) -> NDArray[np.void]:
         """Write back what the live rows did; the report (packed.RESULT) for all rows.
 
-        The device's own stops are found here, in the order stop id, length: later rows of a
-        request that is done are null rows.
+        The device's own stops are found here, at each position in the order stop id, grammar,
+        length: later rows of a request that is done are null rows.
         """
         result = self.report(rows)
-        self.kv_len[live.slots] += live.counts
+        num = len(live.rows)
+        took = live.samples.astype(np.int64) if sampled.counts is None else sampled.counts.copy()
+        first = np.arange(num) if sampled.counts is None else np.cumsum(took) - took
+        ends = np.zeros(num, np.uint8) if sampled.reasons is None else sampled.reasons.copy()
+        ends[live.samples & ~sampled.finite] = DoneReason.ERROR
+        took[np.isin(ends, TOKENLESS)] = 0
+        length = self.total_len[live.slots]
+        steady = (took == 1) & (ends == DoneReason.NONE)
+        steady &= length + 1 < self.max_len[live.slots]
+        steady[steady] &= ~self.is_stop[sampled.tokens[first[steady]]]
+        slots = live.slots[steady]
+        self.tokens[slots, length[steady]] = sampled.tokens[first[steady]]
+        self.total_len[slots] += 1
+        for i in np.flatnonzero(~steady & (took > 0)).tolist():
+            new = sampled.tokens[first[i] : first[i] + took[i]].tolist()
+            took[i], ends[i] = self._take(int(live.slots[i]), new, DoneReason(int(ends[i])))
+        null = np.isin(ends, (DoneReason.NULL, DoneReason.GRAMMAR_ERROR))
+        # the last position of a row that gave nothing is computed again, its drafts are lost
+        self.kv_len[live.slots] += np.where(live.drafted, took, live.counts - null)
         self.producer_step[live.slots] = step_id
-        result["done_reason"][live.rows] = DoneReason.NONE
-        for i in np.flatnonzero(live.samples).tolist():
-            slot = int(live.slots[i])
-            reason = DoneReason.ERROR
-            if sampled.finite[i]:
-                reason = self._take(slot, int(sampled.tokens[i]))
-                result["num_tokens"][live.rows[i]] = 1
-            result["done_reason"][live.rows[i]] = reason
-            self.done[slot] = reason != DoneReason.NONE
+        self.done[live.slots] = (ends != DoneReason.NONE) & (ends != DoneReason.NULL)
+        result["num_tokens"][live.rows] = took
+        result["num_verified"][live.rows] = (live.counts - 1) * live.drafted
+        result["done_reason"][live.rows] = ends
         result["kv_len"][live.rows] = self.kv_len[live.slots]
         return result
 
-    def _take(self, slot: int, token: int) -> DoneReason:
-        """A sampled token becomes the slot's next input."""
-        assert 0 <= token < self.capacity.vocab_size, f"slot {slot}: sampled {token}"
-        length = int(self.total_len[slot]) + 1
-        self.total_len[slot] = length
-        self.tokens[slot, length - 1] = token
-        if token in self.request(slot).stop_ids:
-            return DoneReason.EOS
-        return DoneReason.LENGTH if length >= self.max_len[slot] else DoneReason.NONE
+    def _take(self, slot: int, tokens: list[int], last: DoneReason) -> tuple[int, DoneReason]:
+        """Sampled tokens become the slot's next input: how many, and why the request is done.
+
+        `last` is what the engine saw behind the last of them.
+        """
+        stop_ids, max_len = self.request(slot).stop_ids, int(self.max_len[slot])
+        for count, token in enumerate(tokens, 1):
+            assert 0 <= token < self.capacity.vocab_size, f"slot {slot}: sampled {token}"
+            length = int(self.total_len[slot]) + 1
+            self.total_len[slot] = length
+            self.tokens[slot, length - 1] = token
+            if token in stop_ids:
+                return count, DoneReason.EOS
+            if count == len(tokens) and last != DoneReason.NONE:
+                return count, last
+            if length >= max_len:
+                return count, DoneReason.LENGTH
+        return len(tokens), DoneReason.NONE
 
     def report(self, rows: NDArray[np.void]) -> NDArray[np.void]:
         """Result rows of a step in which every row is a null row."""

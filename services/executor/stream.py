@@ -13,6 +13,7 @@ from deepmesh.wire.messages import (
     BlockOp,
     Capacity,
     GpuDone,
+    GroupFlag,
     Load,
     StepResult,
     StepStatus,
@@ -20,7 +21,7 @@ from deepmesh.wire.messages import (
     SubmitStep,
 )
 from deepmesh.wire.packed import BLOCK, CANCEL, ROW, SLOT
-from services.executor.interface import Engine, GroupLost, OnProgress
+from services.executor.interface import CLOSE_S, Engine, GroupLost, OnProgress
 from services.executor.kv_copy import BlockCopy, CopyQueue
 from services.executor.outcome import Outcome
 from services.executor.slots import SlotTable
@@ -46,7 +47,7 @@ class StreamExecutor:
     """An `Executor` around an `Engine`: what is common to the fake, the CPU and the GPU.
 
     `submit` and `poll` never wait for arithmetic. A result is there as soon as the tokens are
-    (TOKENS_READY); the `gpu_done` watermark moves only when the step's tail, the operations
+    (TOKENS_READY); the `gpu_done` watermark moves only when the step's tail, with the operations
     behind its rows, is complete, and travels alone if no later result is there to carry it.
     """
 
@@ -57,13 +58,18 @@ class StreamExecutor:
         on_result: Callable[[], None] = lambda: None,
         on_progress: OnProgress = lambda stage, done, total: None,
         patience_s: float = PATIENCE_S,
+        max_queued: int = MAX_QUEUED,
     ) -> None:
-        """`patience_s`: how long after the loss of the EP group a new epoch is waited for."""
+        """
+        Args:
+            patience_s: how long after the loss of the EP group a new epoch is waited for.
+            max_queued: steps that may wait for the device.
+        """
         self.counters: Counter[str] = Counter()
         self._engine = engine
         self._on_result = on_result
         self._on_progress = on_progress
-        self._patience_s = patience_s
+        self._patience_s, self._max_queued = patience_s, max_queued
         self._changed = threading.Condition()  # guards everything below
         self._queue: deque[_Job] = deque()
         self._copies = CopyQueue()  # of this epoch
@@ -109,7 +115,7 @@ class StreamExecutor:
             if step.engine_epoch != self._epoch or self._capacity is None:
                 self.counters["stale_steps"] += 1
                 return
-            assert len(self._queue) < MAX_QUEUED, f"{MAX_QUEUED} steps wait for the device"
+            assert len(self._queue) < self._max_queued, f"{self._max_queued} steps wait already"
             if step.cancel:
                 self._cancelled.append(np.frombuffer(step.cancel, CANCEL))
             self._copies.on_step(step.step_id)
@@ -140,15 +146,16 @@ class StreamExecutor:
             self._engine.begin_epoch(engine_epoch)
             self._changed.notify_all()
 
-    def close(self) -> None:
-        """End the worker; queued steps are abandoned."""
+    def close(self, timeout_s: float = CLOSE_S) -> bool:
+        """End the worker; queued steps are abandoned. See `Executor`."""
         with self._changed:
             self._closing = True
             self._queue.clear()
             self._copies.cancel()
             self._changed.notify_all()
         self._engine.close()
-        self._worker.join()
+        self._worker.join(timeout_s)
+        return not self._worker.is_alive()
 
     # ------------------------------------------------------------ the worker's thread
 
@@ -184,7 +191,8 @@ class StreamExecutor:
 
     def _run(self, job: _Job, slots: SlotTable) -> None:
         """One step: operations before, rows, result, operations behind, watermark."""
-        step, begin_ns = job.step, time.time_ns()
+        step, clock = job.step, self._engine.clock
+        begin_ns = clock.begin(job.enqueued_ns)
         after = [op for op in step.ops if op.after]
         try:
             outcome = self._compute(job, slots)
@@ -198,10 +206,14 @@ class StreamExecutor:
             self._engine.leave(step.engine_epoch)
             outcome = Outcome(slots.report(job.rows), error=f"{type(error).__name__}: {error}")
             after = []
-        outcome.begin_ns, outcome.end_ns = begin_ns, time.time_ns()
-        self._emit(job, outcome, is_tail=not after)
-        if after:
+        outcome.begin_ns, outcome.end_ns = begin_ns, clock.end()
+        is_whole = not after and not clock.has_tail
+        self._emit(job, outcome, is_whole=is_whole)
+        if not is_whole:
+            clock.finish()
             self._tail(job, after)
+        if step.descriptor.flags:
+            _log.info("behind group step %d: %s", step.group_step, GroupFlag(step.descriptor.flags))
 
     def _await_epoch(self, step: SubmitStep, reason: str) -> None:
         """The scheduler learns of a dead peer, or of a step that failed there, from others than
@@ -233,8 +245,8 @@ class StreamExecutor:
         sampled = self._engine.compute(live, slots, step)
         rows = slots.settle(job.rows, live, sampled, step.step_id)
         outcome = Outcome(rows, ops=before)
-        wanted = [slots.request(slot).init.n_logprobs for slot in live.slots.tolist()]
-        outcome.add_tokens(live, sampled, with_logprobs=max(wanted, default=-1) >= 0)
+        asks = bool((slots.num_logprobs[live.slots] >= 0).any())
+        outcome.add_tokens(live, sampled, with_logprobs=asks)
         return outcome
 
     def _run_ops(self, ops: Sequence[BlockOp], slots: SlotTable) -> None:
@@ -243,8 +255,8 @@ class StreamExecutor:
         if ops:
             self._engine.run_ops(ops)
 
-    def _emit(self, job: _Job, outcome: Outcome, *, is_tail: bool) -> None:
-        """TOKENS_READY; carries the watermark of this step only if its tail is complete."""
+    def _emit(self, job: _Job, outcome: Outcome, *, is_whole: bool) -> None:
+        """TOKENS_READY; carries the watermark of this step only if it has no tail."""
         step = job.step
         times = StepTimes(
             received_ns=job.received_ns,
@@ -258,7 +270,7 @@ class StreamExecutor:
             if step.engine_epoch != self._epoch:
                 self.counters["abandoned_steps"] += 1
                 return
-            if is_tail:
+            if is_whole:
                 self._gpu_done = step.step_id
             status = int(StepStatus.ERROR if outcome.error else StepStatus.OK)
             ops_done = self._ops_done + [(op.op_id, 0) for op in outcome.ops]
@@ -270,9 +282,11 @@ class StreamExecutor:
         self._on_result()
 
     def _tail(self, job: _Job, after: Sequence[BlockOp]) -> None:
+        """GPU_DONE: nothing of this step touches a block any more."""
         status = 0
         try:
-            self._engine.run_ops(after)
+            if after:
+                self._engine.run_ops(after)
         except Exception:  # as in _run; the tokens are out already, the operations report it
             _log.exception("operations behind step %d failed", job.step.step_id)
             status = 1
