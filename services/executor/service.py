@@ -9,6 +9,7 @@ from collections.abc import Callable
 from enum import Enum
 
 from deepmesh.config import Config
+from deepmesh.health import Readiness
 from deepmesh.telemetry import SPAN_LOAD, Tracer
 from deepmesh.wire.inbox import Inbox
 from deepmesh.wire.messages import (
@@ -89,6 +90,7 @@ class ExecutorService:
             )
         self._loader = Loader(self._executor.load, self._wake)
         self._display = LoadDisplay()
+        self._ready = Readiness(config.mesh.run_dir, self.name, lambda: self._stats().ready)
         self._gate = StepGate()
         self._unresolved = 0  # steps submitted whose result is still to come
         self._stopping = self._draining = False
@@ -128,7 +130,9 @@ class ExecutorService:
                 self._report_loading()
                 self._send_results()
                 self._send_transfers()
+                self._ready.look()
         finally:
+            self._ready.close()
             self._display.close()
             if self._transfers is not None:
                 self._transfers.close()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from deepmesh.config import Config
+from deepmesh.health import Readiness
 from deepmesh.telemetry import Tracer
 from deepmesh.wire.inbox import Inbox
 from deepmesh.wire.messages import (
@@ -91,6 +92,7 @@ class KvStoreService:
         me = Identity.new("kvstore", self.name, config)
         self.listener = Listener(config.kvstore_address(index), me, config.links, self._stats)
         self._inbox = Inbox(self.listener)
+        self._ready = Readiness(config.mesh.run_dir, self.name, lambda: True)
 
     def stop(self) -> None:
         """End the loop. Safe from signal handlers and other threads."""
@@ -112,6 +114,7 @@ class KvStoreService:
                 for event in self._inbox.wait(IDLE_S):
                     self._on_event(event)
                 self._orders.tick(time.monotonic())
+                self._ready.look()
                 self.records.expire(self._clock())
                 self._report_blocks()
         finally:
@@ -121,6 +124,7 @@ class KvStoreService:
         """Give sockets and files back; nothing of the shared ones stays."""
         with self._life:
             self._is_open = False
+        self._ready.close()
         self._inbox.close()
         self._memory.close()
         if self._shared is not None:

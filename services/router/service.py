@@ -4,6 +4,7 @@ import logging
 import time
 
 from deepmesh.config import Config
+from deepmesh.health import Readiness
 from deepmesh.telemetry import SPAN_HOP, SPAN_ROUTE, Tracer
 from deepmesh.wire.inbox import Inbox
 from deepmesh.wire.messages import Ack, Drain, Failed, Generate, Rid, ServiceStats, Shutdown
@@ -36,6 +37,7 @@ class RouterService:
         self._arrived_ns: dict[Rid, int] = {}  # of traced requests that wait
         self._inbox = Inbox(self.listener, *self._dialers)
         self._stopping = False
+        self._ready = Readiness(config.mesh.run_dir, me.name, lambda: self.placements.is_ready)
 
     def stop(self) -> None:
         """End now: what waits here is sent again by its tokenizers. Safe from signal handlers."""
@@ -51,7 +53,9 @@ class RouterService:
                 for event in self._inbox.wait(TICK_S):
                     self._take(event)
                 self._read_heartbeats()
+                self._ready.look()
         finally:
+            self._ready.close()
             self._inbox.close()
 
     # ------------------------------------------------------------ the loop

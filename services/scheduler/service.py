@@ -7,6 +7,7 @@ import time
 from msgspec.structs import replace
 
 from deepmesh.config import Config
+from deepmesh.health import Readiness
 from deepmesh.telemetry import Tracer
 from deepmesh.wire.inbox import Inbox
 from deepmesh.wire.messages import (
@@ -67,6 +68,7 @@ class SchedulerService:
         me = Identity.new("scheduler", self.name, config)
         self.listener = Listener(config.scheduler_address(index), me, config.links, self._stats)
         self.inbox = Inbox(self.listener)
+        self._ready = Readiness(config.mesh.run_dir, self.name, lambda: self._stats().ready)
         self._traces = Traces(tracer)
         self._checkup = Checkup(self.core)
         self._stops = self._stops_taken = 0
@@ -89,6 +91,7 @@ class SchedulerService:
                 self._turn(self.core.idle_for())
             self._say_last_words()
         finally:
+            self._ready.close()
             self.inbox.close()
 
     # ------------------------------------------------------------ the loop
@@ -103,6 +106,7 @@ class SchedulerService:
             self._handle(Mail("", order))
         self._handle(Tick())
         self._checkup.look()
+        self._ready.look()
 
     def _take_orders(self) -> list[Drain | Shutdown]:
         first, self._stops_taken = self._stops_taken, self._stops

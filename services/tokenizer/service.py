@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from deepmesh.config import Config
+from deepmesh.health import Readiness
 from deepmesh.telemetry import Tracer
 from deepmesh.wire.inbox import AsyncInbox, Endpoint
 from deepmesh.wire.link import Identity, LinkEvent, Mail, PeerDown, PeerUp
@@ -49,6 +50,7 @@ class Service:
             self._inbox.add(Dialer(address, me, config.links, self._stats))
         if config.router_address:
             self._inbox.add(Dialer(config.router_address, me, config.links, self._stats))
+        self._ready = Readiness(config.mesh.run_dir, me.name, lambda: self._core.stats().ready)
         self._stop: asyncio.Event | None = None
         self._drain_until = 0.0
         self._error: Exception | None = None
@@ -72,9 +74,11 @@ class Service:
             while not self._is_drained():
                 self._core.tick(_clock())
                 self._act()
+                self._ready.look()
                 await self._pause()
             await asyncio.sleep(0.05)  # let the last messages leave
         finally:
+            self._ready.close()
             self._inbox.close()
             self._threads.shutdown(wait=False, cancel_futures=True)
         if self._error is not None:
