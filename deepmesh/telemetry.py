@@ -6,6 +6,7 @@ disabled trace costs next to nothing. Two exporters: JSON lines in RUN_DIR/trace
 OTLP over HTTP. Each has a bounded queue and a thread; neither can slow a service down.
 """
 
+import hashlib
 import logging
 import os
 import random
@@ -29,17 +30,24 @@ SPAN_BODY = "read body"  # gateway: headers in to the last byte of the body
 SPAN_ADMISSION = "wait for admission"  # gateway: sent to a tokenizer to the first sign of a stream
 SPAN_FIRST = "first token"  # gateway: admitted to the first event out
 SPAN_STREAM = "stream"  # gateway: first event out to the last
+SPAN_WRITE = "write end"  # gateway: the tokenizer's last message to the last byte out
 SPAN_ANSWER = "wait for answer"  # gateway: sent to a tokenizer to an answer in one piece
-SPAN_TOKENIZE = "tokenize"  # tokenizer: body to prompt ids
+SPAN_TOKENIZE = "tokenize"  # tokenizer: body in to prompt ids, a wait for a thread included
 SPAN_ROUTE = "route"  # router: Generate in to Generate out, the wait for a replica included
 SPAN_QUEUE = "queue"  # scheduler: accepted to the begin of its first row
 SPAN_PREFILL = "prefill"  # scheduler: begin of the first row to the first token
-SPAN_DECODE = "decode"  # scheduler: first token to the last
+SPAN_DECODE = "decode"  # scheduler: first token to the last, applied
+SPAN_DEVICE_PREFILL = "device prefill"  # executor: begin of the first step with prompt to its end
+SPAN_DEVICE_DECODE = "device decode"  # executor: begin of the first step behind it to the last end
 SPAN_DETOKENIZE = "detokenize"  # tokenizer: first token in to last event out
+SPAN_FINISH = "finish"  # tokenizer: the scheduler's end in to the gateway's end out
 SPAN_HOP = "hop"  # receiver of a message: sent to received
 SPAN_STEP = "group step"  # scheduler, a trace of its own: submitted to the last rank's result
 SPAN_FORWARD = "forward"  # child of a group step: one rank's begin to end on the device
 SPAN_LOAD = "load weights"  # executor, a trace of its own
+
+# Spans that last as long as someone waits for others: they cover a request and explain nothing.
+WAITS = frozenset({SPAN_ADMISSION, SPAN_FIRST, SPAN_STREAM, SPAN_ANSWER, SPAN_DETOKENIZE})
 
 Value = str | int | float | bool
 
@@ -50,6 +58,7 @@ OTLP_PAUSE_S = 5.0  # after a failed export batches are dropped at once for this
 _KINDS = {kind.name.lower(): kind for kind in SpanKind}
 _HEX = "([0-9a-f]{%d})"
 _TRACEPARENT = re.compile(f"{_HEX % 2}-{_HEX % 32}-{_HEX % 16}-{_HEX % 2}(-.*)?")
+_LOW_64 = (1 << 64) - 1
 _NO_TRACE, _NO_SPAN = "0" * 32, "0" * 16
 _SAMPLED, _UNSAMPLED = TraceFlags(TraceFlags.SAMPLED), TraceFlags(TraceFlags.DEFAULT)
 _SCOPE = InstrumentationScope("deepmesh", __version__)
@@ -145,6 +154,7 @@ class Tracer:
         self, resource: Resource, exporters: Sequence[CountedProcessor], sample_ratio: float
     ) -> None:
         self._resource = resource
+        self._mesh = resource.attributes.get("service.namespace", "")
         self._exporters = exporters
         self._open = bool(exporters)
         self._sample_below = int(sample_ratio * (1 << 64))
@@ -161,10 +171,18 @@ class Tracer:
 
     def new_traceparent(self) -> str:
         """A fresh root context; `telemetry.sample_ratio` of the trace ids are sampled."""
-        trace_id = _random_bits(128)
-        low = trace_id & ((1 << 64) - 1)
-        sampled = self.enabled and low < self._sample_below
-        return _format(trace_id, _random_bits(64), sampled)
+        return self._root(_random_bits(128), _random_bits(64))
+
+    def step_traceparent(self, scheduler: str, step_id: int) -> str:
+        """The root context of a group step: every process of the mesh finds the same one, so
+        each can link to it without being told."""
+        name = f"{self._mesh}/{scheduler}/{step_id}".encode()
+        bits = int.from_bytes(hashlib.blake2b(name, digest_size=24).digest(), "little")
+        return self._root(bits >> 64 or 1, bits & _LOW_64 or 1)
+
+    def _root(self, trace_id: int, span_id: int) -> str:
+        sampled = self.enabled and (trace_id & _LOW_64) < self._sample_below
+        return _format(trace_id, span_id, sampled)
 
     def record(
         self,

@@ -86,6 +86,8 @@ class ReplicaStats(Struct, frozen=True):
     vocab_size: int = 0  # 0: not known yet
     vocabulary: str = ""  # digest of the tokens and their ids; empty: not known
     refused: str = ""  # set by a tokenizer that passes it on: why it sends nothing there
+    pinned_blocks: tuple[int, int, int] = (0, 0, 0)  # kept by stores and loads in flight alone
+    quarantined_blocks: int = 0  # of these, those of transfers that are over their deadline
 
 
 class ServiceStats(Struct, frozen=True):
@@ -277,6 +279,7 @@ class Generate(Message, frozen=True):
     deadline_ns: int = 0
     traceparent: str = ""
     hint: bytes = b""  # prefix hash chain
+    vocabulary: str = ""  # digest of the sender's; an engine with another one refuses it
 
 
 class Accepted(Message, frozen=True):

@@ -5,7 +5,20 @@ import time
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from deepmesh.telemetry import SPAN_HOP, SPAN_REQUEST, Span, Tracer, is_sampled, trace_id_of
+from deepmesh.telemetry import (
+    SPAN_ADMISSION,
+    SPAN_ANSWER,
+    SPAN_BODY,
+    SPAN_FIRST,
+    SPAN_HOP,
+    SPAN_REQUEST,
+    SPAN_STREAM,
+    SPAN_WRITE,
+    Span,
+    Tracer,
+    is_sampled,
+    trace_id_of,
+)
 from deepmesh.wire.link import Mail
 from deepmesh.wire.messages import ResponseFailed, ResponseFinished, Submit
 from services.gateway.arrival import Arrival
@@ -17,12 +30,6 @@ from services.gateway.protocol import ABORT
 from services.gateway.relay import CLIENT_GONE, Relay, send_problem
 from services.gateway.stream import Stream
 from services.gateway.streams import Streams
-
-SPAN_BODY = "read body"
-SPAN_ADMISSION = "wait for admission"  # sent to a tokenizer, to the first sign of a stream
-SPAN_FIRST = "first token"  # admitted to the first event out
-SPAN_STREAM = "stream"  # first event out to the last
-SPAN_ANSWER = "wait for answer"  # the same for an answer in one piece
 
 
 class Edge(msgspec.Struct, frozen=True):
@@ -99,10 +106,9 @@ class Forward:
             wanted = scope["path_params"].get("model_id")
             return msgspec.json.encode({"id": wanted}) if wanted else b""
         self._edge.bodies.check_headers(arrival.headers)
-        begin_ns = time.time_ns()
         body = await self._edge.bodies.read(receive)
         self._edge.tracer.record(
-            SPAN_BODY, span.traceparent, begin_ns, time.time_ns(), {"bytes": len(body)}
+            SPAN_BODY, span.traceparent, arrival.start_ns, time.time_ns(), {"bytes": len(body)}
         )
         return body
 
@@ -168,6 +174,8 @@ class Forward:
             span.set("deepmesh.finish_reason", end.finish_reason)
         if not stream.placed_ns:
             return
+        if stream.ended_ns:
+            tracer.record(SPAN_WRITE, span.traceparent, stream.ended_ns, now_ns)
         if stream.num_placements > 1:
             span.set("deepmesh.resubmissions", stream.num_placements - 1)
         if not stream.is_admitted:

@@ -56,6 +56,7 @@ class Stream:
         self.placed_ns = 0
         self.admitted_ns = 0
         self.first_event_ns = 0
+        self.ended_ns = 0  # the tokenizer's end came
         self._waiter: asyncio.Future[None] | None = None
 
     @property

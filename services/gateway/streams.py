@@ -256,6 +256,7 @@ class Streams:
             self.num_stray_messages += 1
             return
         self._hop(mail, stream)
+        stream.ended_ns = mail.received_ns
         if isinstance(end, ResponseFinished) and end.events:
             self._take_events(mail, stream, end.first_event, end.events)
         if stream.end is None:

@@ -18,6 +18,7 @@ from deepmesh.wire.messages import (
 )
 
 Value = str | int | float | bool
+NOW = 0  # end of a span that lasts until the actions before it are carried out
 
 
 class ToGateway(NamedTuple):

@@ -1,6 +1,9 @@
 """Which schedulers are up, and which of them gets the next request."""
 
 from collections import Counter
+from collections.abc import Collection
+
+from msgspec.structs import replace
 
 from deepmesh.wire.link import Peer
 from deepmesh.wire.messages import ReplicaStats
@@ -9,7 +12,8 @@ from deepmesh.wire.messages import ReplicaStats
 class Schedulers:
     """The schedulers whose link is up, with the load we gave them. Pure."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: str = "") -> None:
+        self._vocabulary = vocabulary  # digest of ours; empty: not to be compared
         self._up: dict[str, Peer] = {}
         self.placed: Counter[str] = Counter()  # our running requests, by scheduler
 
@@ -20,8 +24,13 @@ class Schedulers:
 
     @property
     def replicas(self) -> list[ReplicaStats]:
-        """As of their last heartbeats."""
-        return [replica for peer in self._up.values() for replica in peer.stats.replicas]
+        """As of their last heartbeats; those that we can send nothing to say why."""
+        return [
+            replace(replica, ready=False, refused=reason) if reason else replica
+            for peer in self._up.values()
+            for replica in peer.stats.replicas
+            for reason in [self._mismatch(replica)]
+        ]
 
     def up(self, peer: Peer) -> None:
         """A link is there."""
@@ -35,9 +44,15 @@ class Schedulers:
         """The scheduler, if it is up."""
         return self._up.get(name)
 
-    def choose(self) -> Peer | None:
-        """Ready before not ready, then the fewest requests. One that loads still queues them."""
-        return min(self._up.values(), key=self._rank, default=None)
+    def choose(self, refused_by: Collection[str] = ()) -> Peer | None:
+        """Ready before not ready, then the fewest requests. One that loads still queues them.
+
+        `refused_by`: names that are left out, and then those that drain, too.
+        """
+        left = [peer for peer in self._up.values() if peer.name not in refused_by]
+        if refused_by:
+            left = [peer for peer in left if not any(r.draining for r in peer.stats.replicas)]
+        return min(left, key=self._rank, default=None)
 
     def context(self, most: int) -> int:
         """Tokens that a request may have: the largest replica's limit, at most `most`."""
@@ -46,5 +61,15 @@ class Schedulers:
 
     def _rank(self, peer: Peer) -> tuple[bool, int, str]:
         replicas = peer.stats.replicas
-        ready = any(replica.ready and not replica.draining for replica in replicas)
+        ready = any(r.ready and not r.draining and not self._mismatch(r) for r in replicas)
         return not ready, self.placed[peer.name], peer.name
+
+    def _mismatch(self, replica: ReplicaStats) -> str:
+        """Why its engine would not understand our token ids; empty if it would."""
+        theirs = replica.vocabulary
+        if not (theirs and self._vocabulary) or theirs == self._vocabulary:
+            return ""
+        return (
+            f"{replica.name} serves a model with vocabulary {theirs[:12]} of {replica.vocab_size} "
+            f"tokens, this tokenizer has {self._vocabulary[:12]}; give both the same mesh.model"
+        )

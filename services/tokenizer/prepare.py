@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepmesh.config import Config
+from deepmesh.vocabulary import vocabulary_digest
 from deepmesh.wire.messages import ErrorCode, Ids, SamplingParams, Submit
 from deepmesh.wire.packed import pack_ids
 from services.tokenizer import answers
@@ -52,6 +53,7 @@ class Preparer:
 
     def __init__(self, config: Config, now_s: Callable[[], int] = lambda: int(time.time())) -> None:
         self._model = load_model(Path(config.mesh.model))
+        self.vocabulary = vocabulary_digest(Path(config.mesh.model))
         self.max_token_bytes = self._model.vocabulary.max_token_bytes
         self._settings = config.tokenizer
         self._models = (config.served_model, *config.mesh.aliases)

@@ -50,6 +50,7 @@ class Request:
     scheduler: str = ""
     incarnation: bytes = b""  # of the scheduler that has it
     asked: set[str] = field(default_factory=set[str])
+    refused_by: set[str] = field(default_factory=set[str])  # since a scheduler last accepted it
     attempt: int = 0
     position: int = 0  # output tokens turned into events
     output: bytearray = field(default_factory=bytearray)  # their ids, int32
@@ -99,7 +100,7 @@ class Request:
         """Whether the answer goes out as events."""
         return self.generation is not None and self.generation.stream
 
-    def generate(self, me: str) -> Generate:
+    def generate(self, me: str, vocabulary: str) -> Generate:
         """The message that starts it, or that continues it from the tokens known so far."""
         generation = self.generation
         assert generation is not None
@@ -120,6 +121,7 @@ class Request:
             priority=self.submit.priority,
             deadline_ns=self.submit.deadline_ns,
             traceparent=self.submit.traceparent,
+            vocabulary=vocabulary,
         )
 
     def add_events(self, events: list[bytes], flags: int = 0) -> Delta | None:

@@ -38,7 +38,7 @@ class Service:
         self._config = config
         self._preparer = preparer
         self._tracer = tracer
-        self._core = Core(me.name, config)
+        self._core = Core(me.name, config, preparer.vocabulary)
         self._threads = ThreadPoolExecutor(2, "encode")
         self._preparing_bytes = 0
         self._listener = Listener(config.tokenizer_address(index), me, config.links, self._stats)
@@ -54,6 +54,7 @@ class Service:
         self._stop: asyncio.Event | None = None
         self._drain_until = 0.0
         self._error: Exception | None = None
+        self._said = {""}  # why replicas get nothing, as logged
 
     @property
     def address(self) -> str:
@@ -189,7 +190,7 @@ class Service:
                     action.name,
                     action.parent,
                     action.start_ns,
-                    action.end_ns,
+                    action.end_ns or time.time_ns(),
                     action.attributes,
                     error=action.error,
                 )
@@ -223,7 +224,11 @@ class Service:
         self._act()
 
     def _stats(self) -> ServiceStats:
-        return self._core.stats()
+        stats = self._core.stats()
+        for reason in {replica.refused for replica in stats.replicas} - self._said:
+            self._said.add(reason)
+            _log.error("%s", reason)
+        return stats
 
 
 def prepare(preparer: Preparer, submit: Submit, context: int) -> Generation | Answer | Refusal:

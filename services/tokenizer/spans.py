@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-from deepmesh.telemetry import SPAN_DETOKENIZE, SPAN_HOP, SPAN_TOKENIZE
+from deepmesh.telemetry import SPAN_DETOKENIZE, SPAN_FINISH, SPAN_HOP, SPAN_TOKENIZE
 from deepmesh.wire.messages import ResponseFailed
-from services.tokenizer.actions import Trace, Value
+from services.tokenizer.actions import NOW, Trace, Value
 from services.tokenizer.answers import Answer
 from services.tokenizer.prepare import Generation
 from services.tokenizer.refusal import Refusal
@@ -28,7 +28,7 @@ def hop_span(message: str, traceparent: str, stamps: Stamps, me: str) -> Trace:
 def tokenize_span(
     request: Request, outcome: Generation | Answer | Refusal, began_ns: int, ended_ns: int
 ) -> Trace:
-    """Body to prompt ids, or to the answer that needs none."""
+    """Body in to prompt ids, or to the answer that needs none; `wait_us` of it for a thread."""
     submit = request.submit
     attributes: dict[str, Value] = {
         "protocol": submit.protocol,
@@ -43,7 +43,13 @@ def tokenize_span(
             attributes["prompt_tokens"] = prompt_tokens
         case Refusal(detail=detail):
             error = detail
-    return Trace(SPAN_TOKENIZE, submit.traceparent, began_ns, ended_ns, attributes, error)
+    parent, arrived = submit.traceparent, request.arrived_ns
+    return Trace(SPAN_TOKENIZE, parent, arrived, ended_ns, attributes, error)
+
+
+def finish_span(request: Request, stamps: Stamps) -> Trace:
+    """The message that ended it in, to the last words for the gateway out."""
+    return Trace(SPAN_FINISH, request.submit.traceparent, stamps.received_ns, NOW, {})
 
 
 def detokenize_span(request: Request, ended_ns: int) -> Trace | None:

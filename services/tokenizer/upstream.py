@@ -14,10 +14,11 @@ ATTACH_S = 0.2  # between two Attach of one request
 class Upstream:
     """Knows which scheduler has which request, and gets its tokens from there."""
 
-    def __init__(self, me: str, outbox: Outbox) -> None:
-        self.schedulers = Schedulers()
+    def __init__(self, me: str, outbox: Outbox, vocabulary: str = "") -> None:
+        self.schedulers = Schedulers(vocabulary)
         self.router = ""  # its name while its link is up
         self._me = me
+        self._vocabulary = vocabulary
         self._outbox = outbox
 
     # ------------------------------------------------------------ towards a scheduler
@@ -39,11 +40,22 @@ class Upstream:
         if peer is None:
             request.phase = Phase.UNPLACED
             return False
-        request.phase = Phase.SENT
-        request.attempt += 1
-        request.must_ask = False
-        self._join(request, peer)
-        self._generate(request, now)
+        self._send(request, peer, now)
+        return True
+
+    def place_elsewhere(self, request: Request, name: str, position: int, now: float) -> bool:
+        """Scheduler `name` refuses it, or ends it unfinished: continue at another one.
+
+        False when no other one is up that has not refused it, too.
+        """
+        peer = self.schedulers.choose(request.refused_by)
+        if peer is None:
+            return False
+        self._outbox.ack(name, AckRow(request.rid, position, done=True))
+        if self.router:  # it avoids the replica that it chose last
+            return self.place(request, now)
+        self._uncount(request)
+        self._send(request, peer, now)
         return True
 
     def ask(self, request: Request, names: set[str], now: float) -> bool:
@@ -184,10 +196,17 @@ class Upstream:
 
     # ------------------------------------------------------------ inside
 
+    def _send(self, request: Request, peer: Peer, now: float) -> None:
+        request.phase = Phase.SENT
+        request.attempt += 1
+        request.must_ask = False
+        self._join(request, peer)
+        self._generate(request, now)
+
     def _generate(self, request: Request, now: float) -> None:
         request.spoke_at = now
         to = request.router if request.phase is Phase.ROUTED else request.scheduler
-        self._outbox.add(ToScheduler(to, request.generate(self._me)))
+        self._outbox.add(ToScheduler(to, request.generate(self._me, self._vocabulary)))
 
     def _attach(self, request: Request, now: float) -> None:
         request.spoke_at = request.attached_at = now

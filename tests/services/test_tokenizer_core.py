@@ -53,8 +53,10 @@ OUTPUT = [*ids_of("One, two, Grüße 👋🏽, three and so on"), EOS]
 class Desk:
     """A core whose peers are lists."""
 
-    def __init__(self, config: Config = CONFIG, *, scheduler: bool = True) -> None:
-        self.core = Core("tokenizer-0", config)
+    def __init__(
+        self, config: Config = CONFIG, *, scheduler: bool = True, vocabulary: str = ""
+    ) -> None:
+        self.core = Core("tokenizer-0", config, vocabulary)
         self.clock = Clock(100.0, 10**18)
         self.to_gateway: list[AnyMessage] = []
         self.to_scheduler: list[tuple[str, AnyMessage]] = []
@@ -62,11 +64,18 @@ class Desk:
         if scheduler:
             self.up()
 
-    def up(self, name: str = "scheduler-0", incarnation: bytes = b"1", load: int = 0) -> None:
-        replica = ReplicaStats(name, True)
-        peer = Peer("scheduler", name, name, incarnation, stats=ServiceStats(True, load, [replica]))
+    def up(
+        self,
+        name: str = "scheduler-0",
+        incarnation: bytes = b"1",
+        load: int = 0,
+        replica: ReplicaStats | None = None,
+    ) -> Peer:
+        replicas = [replica or ReplicaStats(name, True)]
+        peer = Peer("scheduler", name, name, incarnation, stats=ServiceStats(True, load, replicas))
         self.core.scheduler_up(peer, self.clock)
         self._act()
+        return peer
 
     def down(self, name: str = "scheduler-0") -> None:
         self.core.scheduler_down(name, self.clock)
@@ -510,10 +519,10 @@ def test_spans() -> None:
     desk.tokens(0, OUTPUT)
     desk.scheduler(Finished(RID, FinishReason.STOP, len(OUTPUT)))
     names = [span.name for span in desk.spans]
-    assert names == ["hop", "tokenize", "hop", "hop", "hop", "detokenize"]
+    assert names == ["hop", "tokenize", "hop", "hop", "hop", "detokenize", "finish"]
     hops = [span.attributes["message"] for span in desk.spans if span.name == "hop"]
     assert hops == ["Submit", "Accepted", "TokenBatch", "Finished"]
-    last = desk.spans[-1]
+    last = desk.spans[-2]
     assert last.attributes["tokens"] == len(OUTPUT)
     assert last.attributes["events"] == len(WHOLE)
     assert float(last.attributes["busy_us"]) > 0

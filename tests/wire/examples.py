@@ -32,6 +32,8 @@ REPLICA = m.ReplicaStats(
     129_280,
     "ab" * 16,
     "another vocabulary",
+    (3, 2, 1),
+    2,
 )
 TRACE = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
 SAMPLING = m.SamplingParams(0.5, 40, 0.9, 0.05, 0.1, 0.2, 1.1, [(7, -2.5)], True)
@@ -71,6 +73,7 @@ GENERATE = m.Generate(
     10**18,
     TRACE,
     b"h",
+    "ab" * 16,
 )
 COSTS = m.StepCosts(1_000_000, 20_000, 5_000, 9_000, [(32, 2_000_000), (64, 3_000_000)])
 CAPACITY = (

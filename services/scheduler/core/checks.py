@@ -41,6 +41,20 @@ def check_grammar(message: Generate, *, has_masks: bool) -> None:
         raise Refusal(ErrorCode.INVALID, detail, "grammar")
 
 
+def check_tokens(message: Generate, vocabulary: str, replica: str) -> None:
+    """The sender's ids must mean to the engine what they mean to the sender.
+
+    Raises:
+        Refusal: they do not.
+    """
+    if message.vocabulary and vocabulary and message.vocabulary != vocabulary:
+        detail = (
+            f"{replica} serves a model with another vocabulary ({vocabulary[:12]}) than the "
+            f"tokenizer's ({message.vocabulary[:12]}); give both the same mesh.model"
+        )
+        raise Refusal(ErrorCode.MISMATCH, detail)
+
+
 def check_vocabulary(message: Generate, stop_ids: frozenset[int], vocab_size: int) -> None:
     """Ids beside those of the prompt.
 

@@ -16,7 +16,7 @@ from deepmesh.wire.messages import (
 )
 from deepmesh.wire.packed import unpack_ids
 
-from .checks import Refusal, check_grammar, check_values, check_vocabulary
+from .checks import Refusal, check_grammar, check_tokens, check_values, check_vocabulary
 from .outbox import Outbox
 from .policy import Geometry, least_alone
 from .prefix_index import root_hash
@@ -242,6 +242,7 @@ class Intake:
         geometry, message = self.geometry, request.generate
         if geometry is None:
             return
+        check_tokens(message, self.vocabulary, self._replica)
         vocab_size = geometry.vocab_size
         if int(request.ids.min()) < 0 or int(request.ids.max()) >= vocab_size:
             detail = f"token ids must lie in 0..{vocab_size - 1}"
