@@ -13,6 +13,7 @@ from deepmesh.wire.messages import (
     Capacity,
     GpuDone,
     Load,
+    OpDone,
     Progress,
     Reset,
     ServiceStats,
@@ -35,6 +36,7 @@ class RemoteExecutor:
         self.inbox = Inbox(self.listener)
         self.events: Counter[str] = Counter()
         self.progress: list[Progress] = []
+        self.ops: list[OpDone] = []
         self.counters: Counter[str] = Counter()
         self._results: list[StepResult | GpuDone] = []
         self._capacity: Capacity | None = None
@@ -109,5 +111,7 @@ class RemoteExecutor:
                     self.progress.append(progress)
                 case Mail(message=Capacity() as capacity):
                     self._capacity = capacity
+                case Mail(message=OpDone() as done):
+                    self.ops.append(done)
                 case Mail(message=(StepResult() | GpuDone()) as result):
                     self._results.append(result)

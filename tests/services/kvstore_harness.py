@@ -1,7 +1,9 @@
-"""A kvstore on a thread, and peers that speak to it over real links."""
+"""A kvstore on a thread or as a process, and peers that speak to it over real links."""
 
 import mmap
 import random
+import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -12,6 +14,7 @@ from typing import TypeVar
 
 from deepmesh import telemetry
 from deepmesh.config import Config, KvstoreConfig, LinksConfig, MeshConfig, TelemetryConfig
+from deepmesh.run_dir import dump_toml
 from deepmesh.wire.inbox import Inbox
 from deepmesh.wire.messages import (
     AnyMessage,
@@ -33,6 +36,7 @@ from deepmesh.wire.messages import (
 from deepmesh.wire.sockets import Dialer, Identity, Mail
 from services.kvstore.service import KvStoreService
 
+ROOT = Path(__file__).parents[2]
 WAIT_S = 20.0
 M = TypeVar("M", bound=AnyMessage)
 
@@ -69,6 +73,20 @@ def running(config: Config, clock: Callable[[], float] = time.time) -> Iterator[
     finally:
         run.service.stop()
         run.join()
+
+
+@contextmanager
+def process(config: Config) -> Iterator["subprocess.Popen[bytes]"]:
+    """A store of its own: it may be stopped, continued and killed by signals."""
+    path = Path(config.mesh.run_dir) / "mesh.toml"
+    path.write_text(dump_toml(config))
+    argv = [sys.executable, "-m", "services.kvstore", "--config", str(path)]
+    child = subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.DEVNULL)
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.wait()
 
 
 def block(number: int, num_bytes: int = 6000) -> tuple[KvItem, bytes]:

@@ -4,34 +4,18 @@ import ast
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from deepmesh.config import Config, load_config
-from deepmesh.run_dir import dump_toml
+from deepmesh.config import load_config
 from deepmesh.wire.messages import Hits, KvStatus, KvTier, Lookup, Shutdown
 from services.kvstore.files import InUse
 from services.kvstore.memory import SharedFolder
-from tests.services.kvstore_harness import Client, block, make_config, point
+from tests.services.kvstore_harness import Client, block, make_config, point, process
 
 ROOT = Path(__file__).parents[2]
 PURE = ["store", "eviction", "pages", "transfers", "records", "orders", "record_orders", "tier"]
-
-
-@contextmanager
-def process(config: Config) -> Iterator["subprocess.Popen[bytes]"]:
-    path = Path(config.mesh.run_dir) / "mesh.toml"
-    path.write_text(dump_toml(config))
-    argv = [sys.executable, "-m", "services.kvstore", "--config", str(path)]
-    child = subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.DEVNULL)
-    try:
-        yield child
-    finally:
-        child.kill()
-        child.wait()
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "Shutdown"])
