@@ -29,6 +29,8 @@ class Check(msgspec.Struct, frozen=True):
 
 def all_checks(path: Path | None) -> list[Check]:
     """Everything, in the order in which it has to work."""
+    from deepmesh.link_checks import check_links  # which is written in terms of `Check`
+
     checks = [check_python(), *check_packages(), check_compiler(), check_shared_memory()]
     try:
         config = load_config(path)
@@ -37,7 +39,7 @@ def all_checks(path: Path | None) -> list[Check]:
     checks.append(Check("configuration", "ok", str(path or "defaults")))
     checks.append(check_torch(config))
     checks.append(check_model(Path(config.mesh.model), needs_weights=_needs_weights(config)))
-    return [*checks, *check_mesh(config)]
+    return [*checks, *check_links(config), *check_mesh(config)]
 
 
 def _needs_weights(config: Config) -> bool:

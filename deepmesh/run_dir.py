@@ -72,7 +72,8 @@ class RunDir:
     def clean(self) -> None:
         """Remove what a mesh, perhaps a killed one, left: sockets, records; not logs and traces."""
         for entry in self.path.iterdir():
-            if entry.is_socket() or entry.name in ("mesh.json", "mesh.toml", "mesh.json.new"):
+            ours = entry.name in ("mesh.json", "mesh.toml", "mesh.json.new")
+            if ours or entry.is_socket() or entry.suffix == ".ready":
                 entry.unlink(missing_ok=True)
         if self._mapped is not None:
             shutil.rmtree(self._mapped, ignore_errors=True)

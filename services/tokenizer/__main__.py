@@ -12,6 +12,7 @@ import uvloop
 
 from deepmesh import log, telemetry
 from deepmesh.config import ConfigError, load_config
+from deepmesh.wire.keys import load_keyring
 from services.tokenizer.prepare import Preparer
 from services.tokenizer.service import Service
 from services.tokenizer.vocabulary import ModelError
@@ -28,6 +29,7 @@ def main() -> int:
         config = load_config(arguments.config)
         log.setup(name, config.mesh.log_level)
         Path(config.mesh.run_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
+        load_keyring(config, "tokenizer")
         preparer = Preparer(config)
     except (ConfigError, ModelError) as error:
         print(f"{name}: {error}", file=sys.stderr)
