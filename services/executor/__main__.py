@@ -9,6 +9,7 @@ from pathlib import Path
 
 from deepmesh import log, telemetry
 from deepmesh.config import Config, ConfigError, load_config
+from deepmesh.wire.keys import load_keyring
 from services.executor.interface import Engine, Executor, OnProgress
 from services.executor.service import ExecutorService
 from services.executor.stream import StreamExecutor
@@ -54,6 +55,7 @@ def main() -> int:
     try:
         config = load_config(arguments.config)
         log.setup(name, config.mesh.log_level)
+        load_keyring(config, "executor")
         engine = make_engine(config, arguments.index)
     except ConfigError as error:
         print(f"{name}: {error}", file=sys.stderr)
