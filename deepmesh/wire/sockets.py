@@ -6,6 +6,7 @@ closed connection end the link, and the dialling side begins a new one under a n
 """
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -209,6 +210,12 @@ class Listener(_Endpoint):
             return False
         return self._flush(key, link)
 
+    def announce(self) -> None:
+        """Send every peer a heartbeat now: the state in it has changed in a way that matters."""
+        for link in self._links.values():
+            link.last_beat = -math.inf
+        self._tick()
+
     def close(self) -> None:
         """Give the address back."""
         if self.before_close is not None:
@@ -284,6 +291,7 @@ class Listener(_Endpoint):
         link.peer = Peer(
             hello.service, hello.name, identity.hex(), hello.incarnation, build=hello.build
         )
+        link.last_beat = -math.inf  # who dials in learns our state at once
         self._links[identity] = link
         self._by_name[hello.name] = identity
         link.post(self.me.welcome())

@@ -82,6 +82,7 @@ class SchedulerService:
         """Serve until drained.
 
         Anything raised here ends the process: its supervisor restarts it, peers see the link go.
+        self._announced = (False, False)  # ready, draining
         """
         gc.collect()
         gc.freeze()
@@ -115,9 +116,17 @@ class SchedulerService:
     def _handle(self, event: Event) -> None:
         for action in self.core.handle(event, time.time_ns()):
             self._carry_out(action)
+        self._announce()
 
     def _translate(self, event: LinkEvent) -> Event | None:
         match event:
+    def _announce(self) -> None:
+        """Whether it takes requests is news that cannot wait for the next heartbeat."""
+        state = (self.core.group.ready, self.core.intake.draining)
+        if state != self._announced:
+            self._announced = state
+            self.listener.announce()
+
             case PeerUp(peer):
                 _log.info("%s is up", peer.name)
                 if peer.service == "executor":

@@ -89,7 +89,8 @@ class Service:
         """Take nothing new, finish what is there, then end."""
         if not self._core.draining:
             _log.info("stops; %d requests run", self._core.num_live)
-        self._core.draining = True
+            self._core.draining = True
+            self._listener.announce()  # gateways send new requests elsewhere from now on
         self._drain_until = time.monotonic() + within_s
         if self._stop is not None:
             self._stop.set()
