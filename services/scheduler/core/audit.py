@@ -13,6 +13,7 @@ from deepmesh.wire.messages import Pool
 from .block_pool import BlockPool
 from .engine import Engine
 from .group import StepRecord
+from .op_fences import LoadOp
 from .request import Phase, Request
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def audit(core: Scheduler) -> None:
     if residents:
         _counters(engine, residents)
         _tables(engine, residents)
+    _loads(engine, residents)
     _inflight(engine, steps, core.config.depth)
     for rank in range(len(engine.memories)):
         _memory(engine, steps, rank)
@@ -92,7 +94,9 @@ def _counters(engine: Engine, residents: list[Request]) -> None:
     holds(table.num_global[here] * size >= need, "I3 H beyond the global blocks")
     holds(table.window_end[here] * size >= need, "I3 H beyond the window blocks")
     first = np.maximum(0, c - geometry.window) // size
-    holds(table.window_start[here] <= first, "I11 window pruned beyond C - W")
+    loading = table.phase[here] == Phase.LOADING
+    holds(loading | (table.window_start[here] <= first), "I11 window pruned beyond C - W")
+    holds(~loading | ((c == 0) & (rows == 0) & ~table.leaving[here]), "I24 loads and takes part")
     holds(rows <= geometry.depth, "I4 rows in flight")
     rids = np.array([request.rid for request in residents], np.uint64)
     epochs = np.array([request.epoch for request in residents], np.uint32)
@@ -105,6 +109,8 @@ def _tables(engine: Engine, residents: list[Request]) -> None:
     for rank, memory in enumerate(engine.memories):
         open_blocks: list[list[NDArray[np.int32]]] = [[], [], []]
         for i in (r.slot for r in residents if r.slot // engine.residency.slots == rank):
+            if table.phase[i] == Phase.LOADING:
+                continue  # what the op fills is looked at in `_loads`
             first = int(table.confirmed_kv[i]) // size
             open_blocks[0].append(table.global_blocks[i, first : table.num_global[i]])
             low = max(first, int(table.window_start[i]))
@@ -116,6 +122,32 @@ def _tables(engine: Engine, residents: list[Request]) -> None:
             alone = (ledger.held[blocks] == 1) & (ledger.cached[blocks] == 0)
             text = f"I8 a {pool.name} block at or above C is shared or published"
             _require(bool(alone.all()), text)
+
+
+def _loads(engine: Engine, residents: list[Request]) -> None:
+    """I8, I24: a request that loads has one open op, which fills blocks that are its own."""
+    table = engine.residency.table
+    filling: dict[int, LoadOp] = {}
+    for op in engine.residency.ops:
+        if isinstance(op, LoadOp) and table.gen[op.index] == op.gen:
+            _require(op.index not in filling, "I24 two loads fill one slot")
+            filling[op.index] = op
+    loading = {r.slot for r in residents if table.phase[r.slot] == Phase.LOADING}
+    _require(filling.keys() == loading, f"I24 ops fill {set(filling)}, slots load {loading}")
+    for index, op in filling.items():
+        _require(not op.is_overdue, "I24 a request waits for a load over its deadline")
+        _require(table.request_at(index) is op.request, "I16 a load for another request")
+        own = {(Pool.GLOBAL, int(b)) for b in table.global_blocks[index, : table.num_global[index]]}
+        start, end = int(table.window_start[index]), int(table.window_end[index])
+        own |= {(Pool.WINDOW, int(b)) for b in table.window_blocks[index, start:end]}
+        own.add((Pool.STATE, op.request.deferred_state))
+        for pool, block in op.blocks():
+            ledger = engine.memories[op.rank].pools[pool]
+            _require((pool, block) in own, f"I8 a load fills {pool.name} {block} of another")
+            alone = ledger.held[block] == 1 and ledger.cached[block] == 0
+            _require(
+                alone and ledger.pins[block] == 1, f"I8 a load fills shared {pool.name} blocks"
+            )
 
 
 def _inflight(engine: Engine, steps: list[StepRecord], depth: int) -> None:
@@ -170,28 +202,41 @@ def _memory(engine: Engine, steps: list[StepRecord], rank: int) -> None:
         [block for point in points for block in point.window_blocks],
         [point.state_block for point in points],
     )
+    pinned: list[list[int]] = [[], [], []]
+    for op in residency.ops.of_rank(rank):
+        for pool, block in op.blocks():
+            pinned[pool].append(block)
     for pool, name in zip(Pool, ("global", "window", "state"), strict=True):
         blocks = memory.pools[pool]
         tables = np.concatenate([*held[pool], np.empty(0, np.int32)])
-        _pool(blocks, tables, cached[pool], name, memory.gpu_done)
+        _pool(blocks, tables, cached[pool], pinned[pool], name, memory.gpu_done)
     free = memory.num_free_slots + memory.num_fenced_slots
     _require(len(here) + free == memory.num_slots, "I16 slots leak")
 
 
 def _pool(
-    pool: BlockPool, tables: NDArray[np.int32], cached: list[int], name: str, gpu_done: int
+    pool: BlockPool,
+    tables: NDArray[np.int32],
+    cached: list[int],
+    pinned: list[int],
+    name: str,
+    gpu_done: int,
 ) -> None:
-    """I7: free + evictable + fenced + held == total, each block in one class."""
+    """I7: free + evictable + held + fenced + pinned_by_op == total, each block in one class."""
     held_count = np.bincount(tables, minlength=pool.total)
     cached_count = np.bincount(np.array(cached, np.int64), minlength=pool.total)
     _require(bool((pool.held == held_count).all()), f"I7 {name} blocks held wrongly")
     _require(bool((pool.cached == cached_count).all()), f"I7 {name} blocks cached wrongly")
+    pins = np.bincount(np.array(pinned, np.int64), minlength=pool.total)
+    _require(bool((pool.pins == pins).all()), f"I10 {name} blocks pinned by no open op, or not")
+    only_pinned = int(np.count_nonzero((pins > 0) & (held_count == 0)))
+    _require(pool.num_pinned == only_pinned, f"I7 pinned {name} blocks")
     spare = pool.free_blocks() + [b for group in pool.fenced_blocks().values() for b in group]
     seen = np.bincount(np.array(spare, np.int64), minlength=pool.total)
-    used = (held_count > 0) | (cached_count > 0)
+    used = (held_count > 0) | (cached_count > 0) | (pins > 0)
     _require(bool((seen <= 1).all()), f"I7 a {name} block is free twice")
     _require(bool((used != (seen > 0)).all()), f"I7 {name} blocks leak, or are used and free")
-    idle = np.flatnonzero((cached_count > 0) & (held_count == 0))
+    idle = np.flatnonzero((cached_count > 0) & (held_count == 0) & (pins == 0))
     _require(idle.tolist() == sorted(pool.evictable_blocks()), f"I7 evictable {name} blocks")
     _require(all(step > gpu_done for step in pool.fenced_blocks()), f"I10 {name} fence")
     _require(pool.gpu_done == gpu_done, f"I10 {name} watermark")

@@ -8,18 +8,22 @@ import numpy as np
 class BlockPool:
     """Blocks 0..total-1, each in exactly one class.
 
-    held: in block tables or pinned (`held[b]` counts them). evictable: only the prefix index
-    keeps it. fenced: nobody wants it, but a submitted step may still touch it. free: the rest.
-    A block's fence is the last step that may touch it; only the gpu_done watermark passes it.
+    held: in block tables or pinned by a hit (`held[b]` counts them). pinned: nobody holds it, but
+    a store or load still reads or writes it (`pins[b]` counts these ops). evictable: only the
+    prefix index keeps it. fenced: nobody wants it, but a submitted step may still touch it. free:
+    the rest. A block's fence is the last step that may touch it; only the gpu_done watermark
+    passes it. Ops are not ordered with steps: a block waits for its fence and for all its ops.
     """
 
     def __init__(self, total: int) -> None:
         self.total = total
         self.held = np.zeros(total, np.int32)
         self.cached = np.zeros(total, np.int32)  # entries of the prefix index that keep the block
+        self.pins = np.zeros(total, np.int32)
         self.fence = np.zeros(total, np.int64)
         self.gpu_done = 0
         self.num_fenced = 0
+        self.num_pinned = 0
         self._free = list(range(total - 1, -1, -1))
         self._fenced: dict[int, list[int]] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -42,7 +46,7 @@ class BlockPool:
     @property
     def num_held(self) -> int:
         """Blocks in tables or pinned."""
-        return self.total - self.num_available - self.num_fenced
+        return self.total - self.num_available - self.num_fenced - self.num_pinned
 
     def take(self, count: int) -> list[int] | None:
         """`count` free blocks, held once; None if there are not so many."""
@@ -59,7 +63,10 @@ class BlockPool:
         """One more holder of a block that is held or cached."""
         assert self.held[block] > 0 or self.cached[block] > 0, f"block {block} is free"
         if self.held[block] == 0:
-            del self._evictable[block]
+            if self.pins[block] > 0:
+                self.num_pinned -= 1
+            else:
+                del self._evictable[block]
         self.held[block] += 1
 
     def release(self, block: int, fence: int) -> None:
@@ -69,10 +76,26 @@ class BlockPool:
         if fence > self.fence[block]:
             self.fence[block] = fence
         if self.held[block] == 0:
-            if self.cached[block] > 0:
-                self._evictable[block] = None
+            if self.pins[block] > 0:
+                self.num_pinned += 1
             else:
-                self._retire(block)
+                self._settle(block)
+
+    def pin(self, block: int) -> None:
+        """A store or load begins to touch a block that is held or cached."""
+        assert self.held[block] > 0 or self.cached[block] > 0, f"block {block} is free"
+        if self.held[block] == 0 and self.pins[block] == 0:
+            del self._evictable[block]
+            self.num_pinned += 1
+        self.pins[block] += 1
+
+    def unpin(self, block: int) -> None:
+        """One op less; the block still waits for its holders, its other ops and its fence."""
+        assert self.pins[block] > 0, f"block {block} is not pinned"
+        self.pins[block] -= 1
+        if self.pins[block] == 0 and self.held[block] == 0:
+            self.num_pinned -= 1
+            self._settle(block)
 
     def keep(self, block: int) -> None:
         """The prefix index keeps a block that is held."""
@@ -83,7 +106,7 @@ class BlockPool:
         """The prefix index lets a block go."""
         assert self.cached[block] > 0, f"block {block} is not cached"
         self.cached[block] -= 1
-        if self.cached[block] == 0 and self.held[block] == 0:
+        if self.cached[block] == 0 and self.held[block] == 0 and self.pins[block] == 0:
             del self._evictable[block]
             self._retire(block)
 
@@ -111,6 +134,13 @@ class BlockPool:
     def evictable_blocks(self) -> list[int]:
         """Evictable blocks, least recently used first."""
         return list(self._evictable)
+
+    def _settle(self, block: int) -> None:
+        """Neither held nor pinned any more."""
+        if self.cached[block] > 0:
+            self._evictable[block] = None
+        else:
+            self._retire(block)
 
     def _retire(self, block: int) -> None:
         fence = int(self.fence[block])

@@ -13,13 +13,18 @@ from deepmesh.wire.messages import (
     Finished,
     Generate,
     GpuDone,
+    Hits,
     Load,
+    LoadBlocks,
+    Lookup,
+    OpDone,
     Progress,
     Reset,
     Shutdown,
     StepKind,
     StepResult,
     StopAt,
+    StoreBlocks,
     SubmitStep,
     TokenBatch,
 )
@@ -34,10 +39,24 @@ Incoming = (
     | GpuDone
     | Capacity
     | Progress
+    | OpDone
+    | Hits
     | Drain
     | Shutdown
 )
-Outgoing = Accepted | TokenBatch | Finished | Failed | Load | SubmitStep | Reset | Shutdown
+Outgoing = (
+    Accepted
+    | TokenBatch
+    | Finished
+    | Failed
+    | Load
+    | SubmitStep
+    | Reset
+    | Shutdown
+    | StoreBlocks
+    | LoadBlocks
+    | Lookup
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +99,29 @@ class ExecutorDown:
 
 
 @dataclass(frozen=True, slots=True)
+class KvstoreUp:
+    """The link to kvstore `index` of the config is up. What it has is not known."""
+
+    peer: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvstoreDown:
+    """The link to kvstore `index` is lost: it is asked nothing, and what it had may be lost."""
+
+    peer: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """All mail so far is in: plan, and look at the timers."""
 
 
-Event = Mail | TokenizerUp | TokenizerDown | ExecutorUp | ExecutorDown | Tick
+Event = (
+    Mail | TokenizerUp | TokenizerDown | ExecutorUp | ExecutorDown | KvstoreUp | KvstoreDown | Tick
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,18 @@ class Phase:
     NONE = 0  # the slot holds no request
     PREFILL = 1
     DECODE = 2
+    LOADING = 3  # in no step: its blocks are being filled from a kvstore
+
+
+@dataclass(slots=True, eq=False)
+class Found:
+    """What a kvstore said about a request's prefix; a hint, good for one epoch."""
+
+    store: str  # name of the kvstore
+    epoch: int
+    deadline_ns: int = 0  # of its answer
+    is_open: bool = True  # the answer is still to come
+    point_blocks: int = 0  # blocks below the deepest point there
 
 
 @dataclass(slots=True, eq=False)
@@ -35,8 +47,11 @@ class Request:
     chain: list[bytes] = field(default_factory=list[bytes])
     output_point: bytes = b""  # key of its last point in the output
     deferred_state: int = -1  # state block of a hit's point, pinned until the copy is submitted
+    found: Found | None = None
     cached_tokens: int = -1  # prompt tokens from the prefix cache at its first admission
     preemptions: int = 0
+    awaited: bytes = b""  # key of a prefix that another request is computing
+    awaited_until: int = 0  # step until which it waits for that
     settled_len: int = 0  # preemptible again from this length on
     suspect: int = 0  # device faults while it was in the step, since its last progress
     suspect_len: int = 0  # confirmed tokens at the last of them
@@ -134,6 +149,12 @@ class RequestTable:
     def resident(self) -> NDArray[np.intp]:
         """Indices of all slots that hold a request."""
         return np.flatnonzero(self.phase)
+
+    def retiring(self, indices: NDArray[np.intp]) -> NDArray[np.bool_]:
+        """RETIRING: what is in flight is sure to end them at their length (a row that may miss
+        its mask is not sure). They get no more rows, and nobody needs to make room for them."""
+        sure = self.confirmed[indices] + self.inflight_tokens[indices] >= self.max_len[indices]
+        return sure & (self.phase[indices] == Phase.DECODE) & (self.grammar[indices] == 0)
 
     def request_at(self, index: int) -> Request:
         """The request in a slot that is known to hold one."""

@@ -1,6 +1,7 @@
 """Who is resident: requests enter and leave slots, and their block tables grow and shrink."""
 
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +10,7 @@ from deepmesh.wire.messages import Pool
 
 from .group import group_step_of
 from .leases import RankMemory
+from .op_fences import OpFences
 from .policy import Geometry, points_to_keep
 from .prefix_index import Hit, Point, extend_chain
 from .request import Phase, Request, RequestTable, Zombie
@@ -32,6 +34,9 @@ class Residency:
         self.expected: list[Counter[bytes]] = [Counter() for _ in memories]
         self.closes: list[list[tuple[int, int]]] = [[] for _ in memories]  # (slot, gen), unsent
         self.cancels: list[list[tuple[int, int, int]]] = [[] for _ in memories]
+        self.ops = OpFences(memories)
+        # told of every point that is published: its rank, and the chain up to it
+        self.on_point: Callable[[int, list[bytes], Point], None] | None = None
 
     def num_resident(self, rank: int) -> int:
         """Requests in slots of a rank."""
@@ -43,17 +48,13 @@ class Residency:
         memory, table = self.memories[rank], self.table
         target = len(request.ids)
         pinned = self._pin(memory, hit)
-        own = memory.take(Pool.GLOBAL, self.geometry.blocks_for(target) - len(hit.global_blocks))
-        state = memory.take(Pool.STATE, 1)
-        slot = memory.take_slot()
-        if own is None or state is None or slot is None:
-            for pool, blocks in ((Pool.GLOBAL, own), (Pool.STATE, state)):
-                self._release(memory, pool, blocks or [], 0)
-            if slot is not None:
-                memory.release_slot(slot, 0)
+        own = self.geometry.blocks_for(target) - len(hit.global_blocks)
+        taken = self._take(memory, own, 0, 1)
+        if taken is None:
             for pool, blocks in pinned:
                 self._release(memory, pool, blocks, 0)
             return False
+        slot, own, _, state = taken
         index = rank * self.slots + slot
         request.slot = index
         request.deferred_state = hit.point.state_block if hit.point else -1
@@ -66,6 +67,43 @@ class Residency:
             table.window_end[index] = start + len(blocks)
             table.window_blocks[index, start : start + len(blocks)] = blocks
         return True
+
+    def enter_loading(
+        self, request: Request, rank: int, shared: list[int], position: int
+    ) -> Point | None:
+        """Give a request its slot and blocks, those of a point at `position` included, which a
+        load is to fill; None: no room now. `shared` are global blocks that are there already."""
+        memory, table, size = self.memories[rank], self.table, self.geometry.block_size
+        for block in reversed(shared):
+            memory.globals.share(block)
+        count, start = position // size, max(0, position - self.geometry.window) // size
+        own = self.geometry.blocks_for(len(request.ids)) - len(shared)
+        taken = self._take(memory, own, count - start, 2)
+        if taken is None:
+            self._release(memory, Pool.GLOBAL, shared[::-1], 0)
+            return None
+        slot, own, windows, (state, point_state) = taken
+        index = rank * self.slots + slot
+        request.slot, request.deferred_state = index, point_state
+        request.points = [position]  # others with this prefix wait for it
+        self._expect(request, rank, 1)
+        self._write_columns(request, index, Hit(), [*shared, *own], state)
+        table.phase[index] = Phase.LOADING
+        table.window_start[index], table.window_end[index] = start, count
+        table.window_blocks[index, start:count] = windows
+        return Point(request.chain[count - 1], position, start, tuple(windows), point_state)
+
+    def loaded(self, request: Request, point: Point, now: int) -> None:
+        """The load is complete: from here on it is as if it had hit the point."""
+        index, table = request.slot, self.table
+        memory, count = self._memory(index), point.position // self.geometry.block_size
+        memory.index.publish(request.chain[:count], table.global_blocks[index, :count], point)
+        table.phase[index] = Phase.PREFILL
+        table.confirmed_kv[index] = point.position
+        table.progress_ns[index] = now
+        self.reached(request, point.position)
+        request.points = self._points(request, Hit(point.position, matched=point.position))
+        self._expect(request, index // self.slots, 1)
 
     def leave(self, request: Request) -> None:
         """Take a request out of its slot; its blocks and slot stay fenced by its last step."""
@@ -154,6 +192,8 @@ class Residency:
         blocks = table.global_blocks[index, :count]
         if memory.index.publish(request.chain[:count], blocks, point):
             self._supersede(memory, request, point)
+            if self.on_point is not None:
+                self.on_point(index // self.slots, request.chain[:count], point)
         self._release(memory, Pool.STATE, [state_block], fence)
 
     def forget_beyond(self, request: Request, length: int) -> None:
@@ -206,6 +246,25 @@ class Residency:
             matched=hit.matched,
             geometry=self.geometry,
         )
+
+    def _memory(self, index: int) -> RankMemory:
+        return self.memories[index // self.slots]
+
+    def _take(
+        self, memory: RankMemory, num_global: int, num_window: int, num_state: int
+    ) -> tuple[int, list[int], list[int], list[int]] | None:
+        """A slot and blocks of each class; all of them or none."""
+        own = memory.take(Pool.GLOBAL, num_global)
+        windows = memory.take(Pool.WINDOW, num_window)
+        states = memory.take(Pool.STATE, num_state)
+        slot = memory.take_slot()
+        if own is not None and windows is not None and states is not None and slot is not None:
+            return slot, own, windows, states
+        for pool, blocks in zip(Pool, (own, windows, states), strict=True):
+            self._release(memory, pool, blocks or [], 0)
+        if slot is not None:
+            memory.release_slot(slot, 0)
+        return None
 
     def _pin(self, memory: RankMemory, hit: Hit) -> list[tuple[Pool, list[int]]]:
         """Hold a hit's blocks in the event that looked it up."""

@@ -1,0 +1,77 @@
+"""Everything between the pools of one engine epoch and the kvstores."""
+
+from deepmesh.wire.messages import OpDone
+
+from .group import Group
+from .kv_stores import KvStores
+from .op_fences import LoadOp, StoreOp
+from .outbox import Outbox
+from .residency import Residency
+from .store_loads import StoreLoads
+from .store_writes import StoreWrites
+from .waiting import WaitingQueue
+
+
+class Transfers:
+    """Takes what executors say about ops, and what time says."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        group: Group,
+        stores: KvStores,
+        waiting: WaitingQueue,
+        outbox: Outbox,
+        *,
+        load_s: float,
+        prefill_token_ns: int,
+    ) -> None:
+        self.writes = StoreWrites(residency, group, stores, outbox)
+        self.loads = StoreLoads(
+            residency,
+            group,
+            stores,
+            waiting,
+            outbox,
+            load_s=load_s,
+            prefill_token_ns=prefill_token_ns,
+        )
+        self._ops = residency.ops
+        self._group = group
+        self._stores = stores
+        self._outbox = outbox
+
+    def op_done(self, peer: str, message: OpDone, now: int) -> None:
+        """Only this unpins what an op touches. A late or repeated answer changes nothing."""
+        op = self._ops.get(message.op_id)
+        is_known = op is not None and self._group.peers.get(op.rank) == peer
+        if op is None or not is_known or message.engine_epoch != self._group.engine_epoch:
+            self._stores.counters["stale_ops"] += 1
+            return
+        self._ops.end(op)
+        match op:
+            case LoadOp():
+                self.loads.done(op, message, now)
+            case StoreOp():
+                self.writes.done(op, message)
+            case _:
+                raise AssertionError(f"op {op.op_id} is neither a load nor a store")
+
+    def expire(self, now: int) -> None:
+        """Ops over their deadline: requests stop waiting, blocks do not."""
+        for op in self._ops.expire(now):
+            self._outbox.note(
+                "warning",
+                "transfer over its deadline; its blocks stay pinned",
+                op=op.op_id,
+                kind="load" if isinstance(op, LoadOp) else "store",
+                rank=op.rank,
+                kvstore=op.store,
+                moves=len(op.moves),
+            )
+            if isinstance(op, LoadOp):
+                self.loads.give_up(op)
+
+    def flush(self, now: int) -> None:
+        """Order stores, behind the steps that were planned."""
+        self.writes.flush(now)
