@@ -1,7 +1,9 @@
 """`python -m services.executor --config mesh.toml`: one executor process."""
 
 import argparse
+import faulthandler
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -16,6 +18,8 @@ from services.executor.stream import StreamExecutor
 
 _log = logging.getLogger(__name__)
 SWITCH_S = 0.0005
+END_S = 10.0  # the process ends within this time once its loop is over, whatever hangs
+HUNG_STATUS = 70
 GRACE_S = 3.0  # the scheduler finds a dead peer within links.timeout_s, and says so in this time
 
 
@@ -71,10 +75,17 @@ def main() -> int:
             on_result=on_result,
             on_progress=on_progress,
             patience_s=config.links.timeout_s + GRACE_S,
+            max_queued=config.executor.max_queued,
         )
 
+    # A thread in C code that holds the interpreter would hold up any timer written in Python.
     service = ExecutorService(
-        config, make, index=arguments.index, rank=arguments.rank, tracer=tracer
+        config,
+        make,
+        index=arguments.index,
+        rank=arguments.rank,
+        tracer=tracer,
+        on_end=lambda: faulthandler.dump_traceback_later(END_S, exit=True),
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: service.stop())
@@ -85,7 +96,17 @@ def main() -> int:
         return 2
     finally:
         tracer.shutdown()
+    if service.is_hung:
+        _end_hung()
     return 0
+
+
+def _end_hung() -> None:
+    """Say where every thread stands, and end: the supervisor starts another process."""
+    _log.error("the device hangs; this process ends with status %d, its stacks:", HUNG_STATUS)
+    logging.shutdown()
+    faulthandler.dump_traceback(all_threads=True)
+    os._exit(HUNG_STATUS)
 
 
 if __name__ == "__main__":

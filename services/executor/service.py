@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -16,6 +17,7 @@ from deepmesh.wire.messages import (
     AnyMessage,
     Capacity,
     Drain,
+    GroupFlag,
     KvStatus,
     Load,
     LoadBlocks,
@@ -47,7 +49,7 @@ class Verdict(Enum):
 
     RUN = "run"
     DROP = "drop"  # of another epoch, or a repetition
-    GAP = "gap"  # a step before it is missing: KV and slots cannot be trusted any more
+    GAP = "gap"  # a step before it is missing, or was the last: KV cannot be trusted any more
 
 
 class StepGate:
@@ -56,14 +58,16 @@ class StepGate:
     def __init__(self, epoch: int = NO_EPOCH) -> None:
         self.epoch = epoch
         self._last = 0
+        self._is_over = False
 
     def check(self, step: SubmitStep) -> Verdict:
         """Judge the next step."""
         if step.engine_epoch != self.epoch or (self._last and step.step_id <= self._last):
             return Verdict.DROP
-        if self._last and step.step_id != self._last + 1:
+        if self._is_over or (self._last and step.step_id != self._last + 1):
             return Verdict.GAP
         self._last = step.step_id
+        self._is_over = bool(step.descriptor.flags & GroupFlag.DRAIN)
         return Verdict.RUN
 
 
@@ -71,11 +75,20 @@ class ExecutorService:
     """One rank of the EP group of scheduler `index`."""
 
     def __init__(
-        self, config: Config, make: MakeExecutor, *, index: int, rank: int, tracer: Tracer
+        self,
+        config: Config,
+        make: MakeExecutor,
+        *,
+        index: int,
+        rank: int,
+        tracer: Tracer,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_end` is called when the loop is over, before the device is given back."""
         self.name = f"executor-{index}-{rank}"
         self.counters: Counter[str] = Counter()
-        self._config, self._tracer = config, tracer
+        self.is_hung = False  # at the end: the device did not give its thread back
+        self._config, self._tracer, self._on_end = config, tracer, on_end
         self._address = config.scheduler_address(index)
         self._me = Identity.new("executor", self.name, config)
         self._inbox = Inbox()
@@ -93,7 +106,8 @@ class ExecutorService:
         self._ready = Readiness(config.mesh.run_dir, self.name, lambda: self._stats().ready)
         self._gate = StepGate()
         self._unresolved = 0  # steps submitted whose result is still to come
-        self._stopping = self._draining = False
+        self._stopping = False
+        self._drain_until = math.inf  # monotonic; infinite: nobody has asked
         self._ordered: Load | None = None  # of the session that is up
         self._load_began_ns = 0
         self._progress: tuple[str, int, int] | None = None  # latest; written by the loader
@@ -124,7 +138,7 @@ class ExecutorService:
             Exception: the weights cannot be loaded, or a bug; the process should end.
         """
         try:
-            while not self._stopping and not (self._draining and not self._unresolved):
+            while not self._stopping and not self._is_drained():
                 for event in self._inbox.wait(IDLE_S):
                     self._on_event(event)
                 self._report_loading()
@@ -133,13 +147,19 @@ class ExecutorService:
                 self._ready.look()
         finally:
             self._ready.close()
+            self._on_end()
             self._display.close()
             if self._transfers is not None:
                 self._transfers.close()
-            self._executor.close()
+            self.is_hung = not self._executor.close()
             with self._life:
                 self._open = False
             self._inbox.close()
+
+    def _is_drained(self) -> bool:
+        if math.isinf(self._drain_until):
+            return False
+        return not self._unresolved or time.monotonic() >= self._drain_until
 
     # ------------------------------------------------------------ mail
 
@@ -165,8 +185,8 @@ class ExecutorService:
             case Reset(engine_epoch=epoch):
                 _log.info("reset to engine epoch %d", epoch)
                 self._begin_epoch(epoch)
-            case Drain():
-                self._draining = True
+            case Drain(deadline_s=deadline_s):
+                self._drain_until = time.monotonic() + deadline_s
             case Shutdown():
                 self._stopping = True
             case _:
@@ -194,7 +214,8 @@ class ExecutorService:
                 )
             case Verdict.GAP:
                 self.counters["gaps"] += 1
-                _log.error("a step before %d is missing: dialling again", step.step_id)
+                text = "step %d is not the next one, or comes behind the last: dialling again"
+                _log.error(text, step.step_id)
                 self._redial()
 
     def _on_blocks(self, order: StoreBlocks | LoadBlocks) -> None:

@@ -12,6 +12,7 @@ from deepmesh.wire.messages import (
     Descriptor,
     DoneReason,
     GpuDone,
+    Grammar,
     Pool,
     RowMode,
     RowSource,
@@ -90,6 +91,7 @@ class Host:
         stop_ids: Sequence[int] = (),
         min_len: int = 0,
         n_logprobs: int = 0,
+        grammar: Grammar | None = None,
     ) -> Request:
         """Put a request into a slot; its first step will say so."""
         self.gen += 1
@@ -107,6 +109,7 @@ class Host:
             sub_index=sub_index,
             stop_ids=pack_ids(list(stop_ids)),
             n_logprobs=n_logprobs,
+            grammar=grammar,
             start=start,
             state_block=self.free[Pool.STATE].pop() if state_block is None else state_block,
         )
@@ -147,6 +150,15 @@ class Host:
         row["sample"], row["producer_step"] = 1, request.last_step
         request.next_start += 1
         self.reserve(request, min(request.next_start, request.init.max_len))
+        return request, row
+
+    def verify_row(self, request: Request, num_drafts: int) -> tuple[Request, np.void]:
+        """The next tokens, with drafts behind the first."""
+        _, row = self.decode_row(request)
+        if num_drafts:
+            row["mode"], row["q"] = RowMode.VERIFY, 1 + num_drafts
+            request.next_start += num_drafts
+            self.reserve(request, min(request.next_start, request.init.max_len))
         return request, row
 
     def row(self, request: Request, chunk: int = 1 << 20) -> tuple[Request, np.void]:

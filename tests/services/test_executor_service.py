@@ -22,6 +22,8 @@ from deepmesh.wire.messages import (
     Capacity,
     Descriptor,
     Drain,
+    GpuDone,
+    GroupFlag,
     Load,
     Pool,
     Shutdown,
@@ -29,6 +31,7 @@ from deepmesh.wire.messages import (
     StepStatus,
     SubmitStep,
 )
+from services.executor.__main__ import HUNG_STATUS
 from services.executor.fake import FakeEngine, Oracle
 from services.executor.interface import OnProgress
 from services.executor.service import ExecutorService, StepGate, Verdict
@@ -188,6 +191,26 @@ def test_drain_ends_after_the_last_result(tmp_path: Path) -> None:
         run.join()
 
 
+def test_a_drain_ends_at_its_deadline_if_the_device_is_too_slow(tmp_path: Path) -> None:
+    config = make_config(tmp_path, fake_step_ms=30_000.0)
+    with running(config) as run, RemoteExecutor(config) as remote:
+        host = Host(remote, remote.load(order(config)))
+        host.submit(host.row(host.admit(PROMPT, 8)))
+        remote.send(Drain(deadline_s=0.1))
+        run.join()
+
+
+def test_tokens_and_the_end_of_the_step_are_told_apart_over_the_link(tmp_path: Path) -> None:
+    config = make_config(tmp_path, fake_step_ms=1.0, fake_tail_ms=20.0)
+    with running(config), RemoteExecutor(config) as remote:
+        host = Host(remote, remote.load(order(config)))
+        step_id = host.submit(host.row(host.admit(PROMPT, 8)))
+        assert host.take().gpu_done < step_id
+        done = remote.poll(20)
+        assert isinstance(done, GpuDone)
+        assert done.gpu_done == step_id
+
+
 def test_shutdown_ends_at_once(tmp_path: Path) -> None:
     config = make_config(tmp_path, fake_step_ms=30_000.0)
     with running(config) as run, RemoteExecutor(config) as remote:
@@ -206,8 +229,8 @@ def test_a_model_that_is_not_there_ends_the_service_with_its_path(tmp_path: Path
         assert "/nowhere" in str(run.error)
 
 
-def step(epoch: int, step_id: int) -> SubmitStep:
-    return SubmitStep(epoch, step_id, 0, 0, Descriptor(StepKind.DECODE, 0, 0), b"")
+def step(epoch: int, step_id: int, flags: int = 0) -> SubmitStep:
+    return SubmitStep(epoch, step_id, 0, 0, Descriptor(StepKind.DECODE, 0, 0, flags=flags), b"")
 
 
 def test_the_gate_passes_steps_in_order_once() -> None:
@@ -222,6 +245,13 @@ def test_the_gate_passes_steps_in_order_once() -> None:
         Verdict.GAP,
         Verdict.RUN,
     ]
+
+
+def test_the_gate_passes_nothing_behind_the_last_step_of_an_epoch() -> None:
+    gate = StepGate(3)
+    paused, drained = step(3, 10, GroupFlag.PAUSE), step(3, 12, GroupFlag.DRAIN)
+    given = [paused, step(3, 11), drained, step(3, 13)]
+    assert [gate.check(each) for each in given] == [Verdict.RUN] * 3 + [Verdict.GAP]
 
 
 # ---------------------------------------------------------------- as a process
@@ -252,6 +282,21 @@ def test_sigterm_ends_the_process_cleanly(tmp_path: Path) -> None:
         _, errors = child.communicate(timeout=20)
         assert child.returncode == 0
         assert "Traceback" not in errors
+
+
+def test_a_process_whose_device_hangs_ends_after_shutdown_and_says_where(tmp_path: Path) -> None:
+    config = make_config(tmp_path, fake_hang_step=2)
+    with process(config, tmp_path / "mesh.toml") as child, RemoteExecutor(config) as remote:
+        host = Host(remote, remote.load(order(config)))
+        request = host.admit(PROMPT, 8)
+        host.submit(host.row(request))
+        assert host.take().status == StepStatus.OK
+        host.submit(host.row(request))
+        assert remote.poll(0.5) is None
+        remote.send(Shutdown())
+        _, errors = child.communicate(timeout=20)
+        assert child.returncode == HUNG_STATUS
+        assert "device_clock.py" in errors
 
 
 def test_a_device_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from deepmesh.wire.messages import (
     Finished,
     FinishReason,
     Generate,
+    Grammar,
     ReplicaStats,
     SamplingParams,
     TokenBatch,
@@ -48,7 +49,7 @@ ROOT = Path(__file__).parents[2]
 VOCAB = VOCAB_SIZE
 
 
-def make_config(run_dir: Path, depth: int) -> Config:
+def make_config(run_dir: Path, depth: int, **executor: float) -> Config:
     return Config(
         mesh=MeshConfig(run_dir=str(run_dir), model=str(ROOT / "models/tiny")),
         links=LinksConfig(heartbeat_s=0.05, timeout_s=20.0),
@@ -60,7 +61,7 @@ def make_config(run_dir: Path, depth: int) -> Config:
             max_model_len=640,
             audit=True,
         ),
-        executor=ExecutorConfig(kind="fake", global_blocks=24, window_blocks=40),
+        executor=ExecutorConfig(kind="fake", global_blocks=24, window_blocks=48, **executor),
         telemetry=TelemetryConfig(enabled=False),
     )
 
@@ -137,7 +138,7 @@ class Client:
                     self.link.send(Ack([AckRow(rid, len(self.output.get(rid, [])), done=True)]))
 
 
-def make_request(number: int, draw: random.Random) -> Generate:
+def make_request(number: int, draw: random.Random, grammar: Grammar | None = None) -> Generate:
     """Three families of prompts that share prefixes; some have a minimum, some want logprobs."""
     family = np.random.default_rng(number % 3).integers(600, VOCAB, 400).tolist()
     ids = family[: draw.randrange(1, 400)]
@@ -156,12 +157,17 @@ def make_request(number: int, draw: random.Random) -> Generate:
         max_tokens=max_tokens,
         min_tokens=min(max_tokens, draw.choice([0, 0, 20])),
         n_logprobs=draw.choice([-1, 0, 3]),
+        grammar=grammar,
     )
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_tokens_follow_the_oracle_on_pools_that_are_too_small(tmp_path: Path, depth: int) -> None:
-    config, draw = make_config(tmp_path, depth), random.Random(depth)
+@pytest.mark.parametrize("draft_len", [0, 3])
+def test_tokens_follow_the_oracle_on_pools_that_are_too_small(
+    tmp_path: Path, depth: int, draft_len: int
+) -> None:
+    config = make_config(tmp_path, depth, fake_draft_len=draft_len, fake_tail_ms=0.2)
+    draw = random.Random(depth)
     requests = [make_request(number, draw) for number in range(60)]
     aborted = {r.rid for r in requests if draw.random() < 0.15}
     with mesh(config) as executor:
@@ -194,3 +200,30 @@ def test_tokens_follow_the_oracle_on_pools_that_are_too_small(tmp_path: Path, de
             assert end.reason == (FinishReason.STOP if stopped else FinishReason.LENGTH)
     assert stats.preemptions > 0
     assert stats.cached_prompt_tokens > 0
+
+
+@pytest.mark.parametrize("draft_len", [0, 3])
+def test_no_token_is_sampled_without_its_mask(tmp_path: Path, draft_len: int) -> None:
+    """Masks come later than the step that needs them: its row gives nothing and is repeated."""
+    config = make_config(tmp_path, 2, fake_draft_len=draft_len, fake_step_ms=1.0, fake_mask_ms=1.5)
+    draw = random.Random(7)
+    requests = [make_request(number, draw, Grammar("regex", ".*")) for number in range(12)]
+    with mesh(config) as executor:
+        client = Client(config)
+        for request in requests:
+            client.send(request)
+        client.run(until=len(requests))
+        client.inbox.close()
+        assert executor.counters["failed_steps"] == 0
+    oracle = Oracle(VOCAB, stop_one_in=150)
+    for request in requests:
+        expected = oracle.generate(
+            unpack_ids(request.prompt_ids).tolist(),
+            request.max_tokens,
+            seed=request.seed,
+            stop_ids=[1],
+            min_len=request.prompt_len + request.min_tokens,
+            masked=True,
+        )
+        assert isinstance(client.ends[request.rid], Finished)
+        assert client.output[request.rid] == expected
