@@ -1,6 +1,7 @@
 """How the ranks of an EP group find each other, once for every engine epoch."""
 
 import os
+import socket
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -141,7 +142,15 @@ class TcpRendezvous(Rendezvous):
         """What is left are a few keys of each epoch, which goes with the server."""
 
     def _hostname(self) -> str:
-        return "127.0.0.1" if self._host in ("127.0.0.1", "localhost") else ""
+        """Our address in the network that leads to rank 0: a host may be in several."""
+        try:
+            found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_DGRAM)
+            family, kind, _, _, address = found[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)  # sends nothing
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            raise RuntimeError(f"{self._host}: {error.strerror}") from error
 
 
 def make_rendezvous(address: str, *, rank: int, ranks: int) -> Rendezvous:
