@@ -8,10 +8,14 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from enum import Enum
+from pathlib import Path
+
+from msgspec.structs import replace
 
 from deepmesh.config import Config
 from deepmesh.health import Readiness
 from deepmesh.telemetry import SPAN_LOAD, Tracer
+from deepmesh.vocabulary import vocabulary_digest
 from deepmesh.wire.inbox import Inbox
 from deepmesh.wire.messages import (
     AnyMessage,
@@ -35,6 +39,7 @@ from services.executor.interface import Executor, GroupLost, OnProgress
 from services.executor.kv_transfer import KvTransfers
 from services.executor.loader import Loader
 from services.executor.progress import LoadDisplay
+from services.executor.traces import Traces
 
 _log = logging.getLogger(__name__)
 IDLE_S = 1.0
@@ -89,6 +94,7 @@ class ExecutorService:
         self.counters: Counter[str] = Counter()
         self.is_hung = False  # at the end: the device did not give its thread back
         self._config, self._tracer, self._on_end = config, tracer, on_end
+        self._traces = Traces(tracer, scheduler=f"scheduler-{index}", rank=rank)
         self._address = config.scheduler_address(index)
         self._me = Identity.new("executor", self.name, config)
         self._inbox = Inbox()
@@ -144,8 +150,10 @@ class ExecutorService:
                 self._report_loading()
                 self._send_results()
                 self._send_transfers()
+                self._traces.quiet()
                 self._ready.look()
         finally:
+            self._traces.abandon()
             self._ready.close()
             self._on_end()
             self._display.close()
@@ -203,6 +211,7 @@ class ExecutorService:
         match self._gate.check(step):
             case Verdict.RUN:
                 self._unresolved += 1
+                self._traces.submit(step)
                 self._executor.submit(step)
             case Verdict.DROP:
                 self.counters["dropped_steps"] += 1
@@ -228,6 +237,7 @@ class ExecutorService:
             self._link.send(OpDone(order.op_id, order.engine_epoch, KvStatus.ERROR, nothing))
 
     def _begin_epoch(self, epoch: int) -> None:
+        self._traces.abandon()
         if self._transfers is not None:
             self._transfers.begin_epoch()
         self._executor.reset(epoch)
@@ -259,7 +269,8 @@ class ExecutorService:
                 self._link.send(Progress(stage, done, total))
         capacity = self._loader.take()
         if capacity is not None and self._ordered is not None:
-            self._on_loaded(capacity)
+            tokens = vocabulary_digest(Path(self._ordered.model))
+            self._on_loaded(replace(capacity, vocabulary=tokens))
 
     def _on_loaded(self, capacity: Capacity) -> None:
         self._display.close()
@@ -291,6 +302,7 @@ class ExecutorService:
         while (result := self._executor.poll(0)) is not None:
             if isinstance(result, StepResult):
                 self._unresolved -= 1
+                self._traces.result(result)
             if not self._link.send(result):
                 self.counters["unsent_results"] += 1  # the link is down: a reset follows
 

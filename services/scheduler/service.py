@@ -69,7 +69,7 @@ class SchedulerService:
         self.listener = Listener(config.scheduler_address(index), me, config.links, self._stats)
         self.inbox = Inbox(self.listener)
         self._ready = Readiness(config.mesh.run_dir, self.name, lambda: self._stats().ready)
-        self._traces = Traces(tracer)
+        self._traces = Traces(tracer, self.name)
         self._checkup = Checkup(self.core)
         self._stops = self._stops_taken = 0
 

@@ -1,5 +1,6 @@
 """Spans of the scheduler: what a request waited for, and each group step as its own trace."""
 
+import time
 from collections import OrderedDict
 
 from deepmesh.telemetry import (
@@ -10,6 +11,8 @@ from deepmesh.telemetry import (
     SPAN_QUEUE,
     SPAN_STEP,
     Tracer,
+    Value,
+    is_sampled,
 )
 from deepmesh.wire.messages import Generate, StepResult
 from deepmesh.wire.sockets import Mail
@@ -25,16 +28,18 @@ MAX_HOPS = 256  # steps whose results wait for their end
 class Traces:
     """Turns the core's reports into spans; unsampled requests cost nothing."""
 
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
+    def __init__(self, tracer: Tracer, name: str) -> None:
+        """`name`: of the scheduler, a part of the names of its steps."""
+        self._tracer, self._name = tracer, name
         self._lengths: OrderedDict[int, int] = OrderedDict()  # group step -> ns
+        self._base = 0  # step id minus number, in the present engine epoch
         self._hops: dict[int, list[tuple[Mail, StepResult]]] = {}  # unresolved steps
 
     def hop(self, mail: Mail) -> None:
         """The way of a message over the wire."""
         match mail.message:
             case Generate(traceparent=parent) if parent:
-                attributes: dict[str, str | int | float | bool] = {
+                attributes: dict[str, Value] = {
                     "message": "Generate",
                     "from": mail.peer.name,
                 }
@@ -49,19 +54,17 @@ class Traces:
 
     def step(self, step: StepEnded) -> None:
         """A group step: submitted to the last rank's result, with its forwards and hops."""
-        own = self._tracer.record(
-            SPAN_STEP,
-            "",
-            step.planned_ns,
-            step.applied_ns,
-            {
+        own = self._tracer.step_traceparent(self._name, step.step_id)
+        if is_sampled(own):
+            attributes: dict[str, Value] = {
                 "step": step.group_step,
                 "kind": step.kind.name,
                 "rows": step.num_rows,
                 "tokens": step.num_tokens,
-            },
-            error=step.error,
-        )
+            }
+            stamps = (step.planned_ns, step.applied_ns)
+            self._tracer.emit(own, SPAN_STEP, "", stamps, attributes, error=step.error)
+        self._base = step.step_id - step.group_step
         for mail, result in self._hops.pop(step.group_step, []):
             self._rank(own, step, mail, result)
         self._lengths[step.group_step] = step.applied_ns - step.planned_ns
@@ -105,13 +108,18 @@ class Traces:
             error=error if not ended.first_token_ns else "",
         )
         if ended.first_token_ns:
-            self._tracer.record(SPAN_DECODE, parent, first, end, self._decode(ended), error=error)
+            self._decode(ended, parent, error)
 
-    def _decode(self, ended: RequestEnded) -> dict[str, str | int | float | bool]:
+    def _decode(self, ended: RequestEnded, parent: str, error: str) -> None:
+        """The span that links to the request's first, last and slowest group steps.
+
+        It lasts until now: the last result has been applied, and the end is on its way.
+        """
         steps = range(ended.first_step, ended.last_step + 1)
         lengths = {step: self._lengths[step] for step in steps if step in self._lengths}
         slowest = sorted(lengths, key=lambda step: (-lengths[step], step))[:NUM_SLOWEST]
-        return {
+        named = dict.fromkeys((ended.first_step, ended.last_step, *slowest))
+        attributes: dict[str, Value] = {
             "output_tokens": ended.output_tokens,
             "preemptions": ended.preemptions,
             "outcome": ended.outcome,
@@ -122,3 +130,12 @@ class Traces:
                 f"{step} ({lengths[step] / 1e6:.1f} ms)" for step in slowest
             ),
         }
+        self._tracer.record(
+            SPAN_DECODE,
+            parent,
+            ended.first_token_ns,
+            max(ended.ended_ns, time.time_ns()),
+            attributes,
+            links=[self._tracer.step_traceparent(self._name, self._base + n) for n in named],
+            error=error,
+        )

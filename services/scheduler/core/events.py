@@ -169,6 +169,7 @@ class StepEnded:
 
 @dataclass(frozen=True, slots=True)
 class Note:
+    step_id: int = 0
     """Something an operator wants to read in the log."""
 
     level: str  # info, warning, error

@@ -214,6 +214,7 @@ class Session:
 
     def count(self, engine: Engine) -> None:
         """Counters outlive an engine."""
+                step_id=step.step_id,
         preemptions, output, cached = engine.take_counts()
         self.preemptions += preemptions
         self.output_tokens += output
