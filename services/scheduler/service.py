@@ -72,6 +72,7 @@ class SchedulerService:
         self._traces = Traces(tracer, self.name)
         self._checkup = Checkup(self.core)
         self._stops = self._stops_taken = 0
+        self._announced = (False, False)  # ready, draining
 
     def stop(self) -> None:
         """Drain; asked again, end at once. Safe from signal handlers and other threads."""
@@ -82,7 +83,6 @@ class SchedulerService:
         """Serve until drained.
 
         Anything raised here ends the process: its supervisor restarts it, peers see the link go.
-        self._announced = (False, False)  # ready, draining
         """
         gc.collect()
         gc.freeze()
@@ -106,8 +106,16 @@ class SchedulerService:
         for order in self._take_orders():
             self._handle(Mail("", order))
         self._handle(Tick())
+        self._announce()
         self._checkup.look()
         self._ready.look()
+
+    def _announce(self) -> None:
+        """Whether it takes requests is news that cannot wait for the next heartbeat."""
+        state = (self.core.group.ready, self.core.intake.draining)
+        if state != self._announced:
+            self._announced = state
+            self.listener.announce()
 
     def _take_orders(self) -> list[Drain | Shutdown]:
         first, self._stops_taken = self._stops_taken, self._stops
@@ -116,17 +124,9 @@ class SchedulerService:
     def _handle(self, event: Event) -> None:
         for action in self.core.handle(event, time.time_ns()):
             self._carry_out(action)
-        self._announce()
 
     def _translate(self, event: LinkEvent) -> Event | None:
         match event:
-    def _announce(self) -> None:
-        """Whether it takes requests is news that cannot wait for the next heartbeat."""
-        state = (self.core.group.ready, self.core.intake.draining)
-        if state != self._announced:
-            self._announced = state
-            self.listener.announce()
-
             case PeerUp(peer):
                 _log.info("%s is up", peer.name)
                 if peer.service == "executor":

@@ -165,11 +165,11 @@ class StepEnded:
     begin_ns: int = 0  # on the device of the rank that answered last
     end_ns: int = 0
     error: str = ""
+    step_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    step_id: int = 0
     """Something an operator wants to read in the log."""
 
     level: str  # info, warning, error

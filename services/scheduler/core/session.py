@@ -209,12 +209,12 @@ class Session:
                 begin_ns=step.begin_ns,
                 end_ns=step.end_ns,
                 error=error,
+                step_id=step.step_id,
             )
         )
 
     def count(self, engine: Engine) -> None:
         """Counters outlive an engine."""
-                step_id=step.step_id,
         preemptions, output, cached = engine.take_counts()
         self.preemptions += preemptions
         self.output_tokens += output
