@@ -1,0 +1,72 @@
+"""Builds and loads the CUDA kernels: one source per operation, compiled by nvcc at first use.
+
+As for the CPU kernels, the library's name holds a hash of source, flags and compiler. There is no
+fallback on a GPU: without nvcc and without a library that was built before, the error says so.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from kernels.native import BuildError
+
+_KERNELS = Path(__file__).parent
+_BUILD = _KERNELS / "build"
+FLAGS = (
+    *("-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a"),
+    *("-Xcompiler", "-fPIC", "-shared"),
+)
+
+
+class CudaError(RuntimeError):
+    """A launch failed; the number is a cudaError_t."""
+
+
+@functools.cache
+def load(family: str, name: str) -> ctypes.CDLL:
+    """Build `kernels/FAMILY/csrc/NAME.cu` for sm_90a unless it is there, and load it.
+
+    Raises:
+        BuildError: no nvcc, or it refused the source.
+    """
+    return ctypes.CDLL(str(build(family, name)))
+
+
+def build(family: str, name: str) -> Path:
+    """Path of the built library. See `load`."""
+    source = _KERNELS / family / "csrc" / f"{name}.cu"
+    digest = hashlib.sha256("\0".join(FLAGS).encode() + source.read_bytes()).hexdigest()[:16]
+    target = _BUILD / f"{family}-{name}-sm90a-{digest}.so"
+    if target.exists():
+        return target
+    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    if nvcc is None:
+        raise BuildError(f"nvcc is not installed, and {target.name} was not built before")
+    _BUILD.mkdir(exist_ok=True)
+    handle, partial = tempfile.mkstemp(suffix=".so", dir=_BUILD)
+    os.close(handle)
+    try:
+        command = [nvcc, *FLAGS, str(source), "-o", partial]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise BuildError(f"{' '.join(command)} failed:\n{done.stderr.strip()}")
+        os.chmod(partial, 0o755)
+        os.replace(partial, target)
+    finally:
+        Path(partial).unlink(missing_ok=True)
+    return target
+
+
+def check(code: int) -> None:
+    """Raise for what a launcher returned.
+
+    Raises:
+        CudaError: it is not cudaSuccess.
+    """
+    if code:
+        raise CudaError(f"CUDA error {code}")
