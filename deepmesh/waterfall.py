@@ -6,7 +6,14 @@ from pathlib import Path
 import msgspec
 
 from deepmesh.errors import UserError
-from deepmesh.telemetry import SPAN_HOP, SPAN_REQUEST, SPAN_STEP, parse_traceparent, trace_id_of
+from deepmesh.telemetry import (
+    SPAN_HOP,
+    SPAN_REQUEST,
+    SPAN_STEP,
+    WAITS,
+    parse_traceparent,
+    trace_id_of,
+)
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -47,6 +54,15 @@ class Hop(msgspec.Struct, frozen=True):
     max_us: float
 
 
+class Gap(msgspec.Struct, frozen=True):
+    """A part of the request's time that no span explains."""
+
+    at_ms: float  # from the request's start
+    ms: float
+    after: str  # the span that ended there; empty: the request's start
+    before: str  # the span that begins behind it; empty: the request's end
+
+
 class Waterfall(msgspec.Struct, frozen=True):
     """What `deepmesh trace` shows."""
 
@@ -57,6 +73,9 @@ class Waterfall(msgspec.Struct, frozen=True):
     hops: list[Hop]
     uncovered_ms: float  # of the request's duration, in no other span
     spans: list[Span]  # depth first, children by start
+    covered: float  # share of the request's duration in other spans
+    explained: float  # the same without spans that only wait for others (telemetry.WAITS)
+    gaps: list[Gap]  # what is not explained, longest first
 
 
 class TraceError(UserError):
@@ -136,7 +155,8 @@ def build(spans: list[Span]) -> Waterfall:
         Stage(name, len(group), ms := sum(_ms(s) for s in group), round(ms * 1e6 / duration_ns, 4))
         for name, group in _by_name(others).items()
     ]
-    covered_ns = _union_ns(others, root.start_ns, root.end_ns)
+    covered_ns = duration_ns - sum(ns for _, ns, _, _ in _gaps(others, root))
+    gaps = _gaps([span for span in others if span.name not in WAITS], root)
     return Waterfall(
         trace_id=root.trace_id,
         start_ns=root.start_ns,
@@ -145,6 +165,12 @@ def build(spans: list[Span]) -> Waterfall:
         hops=_hops(others),
         uncovered_ms=(duration_ns - covered_ns) / 1e6,
         spans=list(_depth_first(spans)),
+        covered=covered_ns / duration_ns,
+        explained=1 - sum(ns for _, ns, _, _ in gaps) / duration_ns,
+        gaps=[
+            Gap((at - root.start_ns) / 1e6, ns / 1e6, after, before)
+            for at, ns, after, before in sorted(gaps, key=lambda gap: -gap[1])
+        ],
     )
 
 
@@ -176,14 +202,25 @@ def _hops(spans: list[Span]) -> list[Hop]:
     ]
 
 
-def _union_ns(spans: list[Span], start_ns: int, end_ns: int) -> int:
-    """How much of [start, end) lies in at least one span."""
-    covered, until = 0, start_ns
+def _gaps(spans: list[Span], root: Span) -> list[tuple[int, int, str, str]]:
+    """What of the root lies in none of the spans: start, ns, title of the span before and after."""
+    gaps: list[tuple[int, int, str, str]] = []
+    until, last = root.start_ns, ""
     for span in sorted(spans, key=lambda span: span.start_ns):
-        begin, end = max(span.start_ns, until), min(span.end_ns, end_ns)
-        covered += max(0, end - begin)
-        until = max(until, end)
-    return covered
+        begin = min(span.start_ns, root.end_ns)
+        if begin > until:
+            gaps.append((until, begin - until, last, title(span)))
+        if span.end_ns > until:
+            until, last = span.end_ns, title(span)
+    if root.end_ns > until:
+        gaps.append((until, root.end_ns - until, last, ""))
+    return gaps
+
+
+def title(span: Span) -> str:
+    """Its name; of a hop, which message it was, too."""
+    message = span.attributes.get("message")
+    return f"{span.name} {message}" if message else span.name
 
 
 def depths(spans: list[Span]) -> dict[str, int]:

@@ -190,6 +190,7 @@ def report(console: "Console", questions: list[Question], traces: Path) -> None:
     table.add_row("client: whole answer", *[f"{q.whole_ms:.1f}" for q in questions])
     for name in _stage_names(waterfalls):
         table.add_row(name, *[_stage_cell(waterfall, name) for waterfall in waterfalls])
+    table.add_row("explained by spans", *[f"{w.explained:.1%}" for w in waterfalls])
     console.print(table)
     for question in questions:
         mark = "[green]right[/green]" if question.is_right else "[red]wrong[/red]"

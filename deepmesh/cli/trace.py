@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from deepmesh.waterfall import Span, Waterfall
 
 BAR_WIDTH = 40
+MAX_GAPS = 5
 MAX_HOPS_DRAWN = 3  # of one message type in a row; a stream has hundreds
 
 
@@ -49,7 +50,23 @@ def draw(console: "Console", waterfall: "Waterfall") -> None:
     console.print(stages_table(waterfall))
     if waterfall.hops:
         console.print(_hops_table(waterfall))
-    console.print(f"in no span: {waterfall.uncovered_ms:.2f} ms", style="dim")
+    draw_coverage(console, waterfall)
+
+
+def draw_coverage(console: "Console", waterfall: "Waterfall") -> None:
+    """How much of the request its spans explain, and where the rest lies."""
+    lost_ms = (1 - waterfall.explained) * waterfall.duration_ms
+    console.print(
+        f"named spans cover {waterfall.covered:.1%} of the request; "
+        f"without those that wait for others {waterfall.explained:.1%}"
+    )
+    console.print(f"the rest: {lost_ms:.2f} ms", style="dim")
+    for gap in waterfall.gaps[:MAX_GAPS]:
+        where = f"{gap.after or 'the start'} → {gap.before or 'the end'}"
+        console.print(f"  {gap.ms:8.3f} ms at {gap.at_ms:.2f}, {where}", style="dim")
+    if num_more := len(waterfall.gaps[MAX_GAPS:]):
+        rest_ms = sum(gap.ms for gap in waterfall.gaps[MAX_GAPS:])
+        console.print(f"  {rest_ms:8.3f} ms in {num_more} shorter ones", style="dim")
 
 
 def _bars(waterfall: "Waterfall") -> "Table":
@@ -82,9 +99,9 @@ def _bars(waterfall: "Waterfall") -> "Table":
 
 
 def _title(span: "Span") -> str:
-    message = span.attributes.get("message")
-    title = f"{span.name} {message}" if message else span.name
-    return f"{title}: {span.error}" if span.error else title
+    from deepmesh.waterfall import title
+
+    return f"{title(span)}: {span.error}" if span.error else title(span)
 
 
 def drawn(spans: "list[Span]") -> "list[tuple[Span, int]]":

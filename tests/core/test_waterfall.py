@@ -71,6 +71,25 @@ def test_the_sums_are_shares_of_the_request() -> None:
     assert waterfall.hops == [Hop("Submit", "gateway-0", "tokenizer-0", 2, 375.0, 500.0)]
     # 0-1, 2.75-4 and 9.5-10 lie in no other span
     assert waterfall.uncovered_ms == pytest.approx(2.75)
+    assert waterfall.covered == pytest.approx(0.725)
+
+
+def test_spans_that_only_wait_cover_and_explain_nothing() -> None:
+    waterfall = build([*REQUEST, span("first token", 2.5, 5), span("stream", 5, 10)])
+    assert waterfall.covered == pytest.approx(0.9)  # all but 0-1
+    # nor does detokenize: it lasts as long as tokens come
+    assert waterfall.explained == pytest.approx(0.675)
+    assert [(g.at_ms, g.ms, g.after, g.before) for g in waterfall.gaps] == [
+        (2.75, 1.25, "hop Submit", "decode"),
+        (0.0, 1.0, "", "hop Submit"),
+        (9.0, 1.0, "decode", ""),
+    ]
+
+
+def test_spans_beyond_the_request_explain_only_what_lies_in_it() -> None:
+    waterfall = build([span("request", 0, 10), span("decode", -5, 4), span("finish", 8, 15)])
+    assert waterfall.explained == pytest.approx(0.6)
+    assert [(g.at_ms, g.ms) for g in waterfall.gaps] == [(4.0, 4.0)]
 
 
 def test_a_trace_without_its_request_is_shown_too() -> None:
