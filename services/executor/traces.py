@@ -95,29 +95,33 @@ class Traces:
     def _book(self, step: SubmitStep, result: StepResult) -> None:
         if result.status != StepStatus.OK or not result.times.begin_ns:
             return
-        rows = np.frombuffer(step.rows, ROW)
-        rows = rows[(rows["mode"] != RowMode.DUMMY) & (rows["slot"] < len(self._traced))]
-        rows = rows[self._traced[rows["slot"]]]
-        if not len(rows):
+        rows, size = np.frombuffer(step.rows, ROW), len(self._traced)
+        slots, modes = rows["slot"].astype(np.intp), rows["mode"]
+        is_ours = self._traced[np.minimum(slots, size - 1)] & (slots < size)
+        is_ours &= modes != RowMode.DUMMY
+        at = (slots + size * (modes != RowMode.PREFILL))[is_ours]  # of both kinds, side by side
+        if not len(at):
             return
         self._moved_at = self._clock()
         self._base = step.step_id - step.group_step
-        at = np.where(rows["mode"] == RowMode.PREFILL, PREFILL, DECODE), rows["slot"]
-        begin_ns, end_ns = result.times.begin_ns, result.times.end_ns
-        took_ns, stays = end_ns - begin_ns, self._stays
-        fresh = stays[COUNT][at] == 0
-        stays[BEGIN][at] = np.where(fresh, begin_ns, stays[BEGIN][at])
-        stays[FIRST][at] = np.where(fresh, step.group_step, stays[FIRST][at])
-        slower = took_ns > stays[SLOWEST_NS][at]
-        stays[SLOWEST][at] = np.where(slower, step.group_step, stays[SLOWEST][at])
-        stays[SLOWEST_NS][at] = np.where(slower, took_ns, stays[SLOWEST_NS][at])
-        stays[END][at], stays[LAST][at] = end_ns, step.group_step
-        stays[BUSY][at] += took_ns
-        stays[COUNT][at] += 1
+        number, end_ns = step.group_step, result.times.end_ns
+        took_ns = end_ns - result.times.begin_ns
+        stays = self._stays.reshape(8, 2 * size)
+        first = at[stays[COUNT, at] == 0]
+        if len(first):
+            stays[BEGIN, first], stays[FIRST, first] = result.times.begin_ns, number
+        slower = at[stays[SLOWEST_NS, at] < took_ns]
+        if len(slower):
+            stays[SLOWEST_NS, slower], stays[SLOWEST, slower] = took_ns, number
+        stays[END, at], stays[LAST, at] = end_ns, number
+        stays[BUSY, at] += took_ns
+        stays[COUNT, at] += 1
         done = np.frombuffer(result.rows, RESULT)
-        ended = (done["done_reason"] != DoneReason.NONE) & (done["done_reason"] != DoneReason.NULL)
-        for slot in done["slot"][ended].tolist():
-            self._leave(slot)
+        reasons = done["done_reason"]
+        if reasons.any():
+            ended = (reasons != DoneReason.NONE) & (reasons != DoneReason.NULL)
+            for slot in done["slot"][ended].tolist():
+                self._leave(slot)
 
     def _report(self, slot: int) -> None:
         for kind, name in enumerate(NAMES):
