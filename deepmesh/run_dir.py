@@ -11,7 +11,7 @@ import msgspec
 from deepmesh.config import Config, ConfigError
 from deepmesh.errors import UserError
 
-KEPT = ("logs", "traces")  # what a stopped mesh leaves behind for its user
+KEPT = ("logs", "traces")  # what a stopped mesh leaves behind for its user; `epochs` for the next
 
 
 class RunDirError(UserError):

@@ -3,6 +3,7 @@
 import gc
 import logging
 import time
+from pathlib import Path
 
 from msgspec.structs import replace
 
@@ -43,6 +44,7 @@ from .core.events import (
     TokenizerUp,
 )
 from .core.scheduler import Scheduler
+from .epochs import EpochLog
 from .traces import Traces
 
 _log = logging.getLogger(__name__)
@@ -55,6 +57,7 @@ class SchedulerService:
 
     def __init__(self, config: Config, *, index: int, tracer: Tracer) -> None:
         self.name = f"scheduler-{index}"
+        self._epochs = EpochLog(Path(config.mesh.run_dir) / "epochs", self.name, int(time.time()))
         self.core = Scheduler(
             config.scheduler,
             name=self.name,
@@ -63,7 +66,8 @@ class SchedulerService:
             numerics=config.executor.numerics,
             ranks=config.executor.ranks,
             max_unacked=config.tokenizer.unacked_events,
-            first_epoch=int(time.time()),  # step ids are not reused, also not after a restart
+            kvstores=config.kvstore.count,
+            first_epoch=self._epochs.first,
         )
         me = Identity.new("scheduler", self.name, config)
         self.listener = Listener(config.scheduler_address(index), me, config.links, self._stats)
@@ -106,6 +110,7 @@ class SchedulerService:
         for order in self._take_orders():
             self._handle(Mail("", order))
         self._handle(Tick())
+        self._epochs.note(self.core.group.engine_epoch)
         self._announce()
         self._checkup.look()
         self._ready.look()

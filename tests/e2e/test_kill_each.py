@@ -103,14 +103,14 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
 
 
 def check_gone(mesh: Mesh) -> None:
-    """Of a stopped mesh only logs and traces are left."""
+    """Of a stopped mesh only logs, traces and the numbers of used epochs are left."""
     left = [
         process.info["cmdline"]
         for process in psutil.process_iter(["cmdline"])
         if any(str(mesh.run_dir) in word for word in process.info["cmdline"] or [])
     ]
     assert not left, "processes"
-    assert sorted(entry.name for entry in mesh.run_dir.iterdir()) == ["logs", "traces"]
+    assert sorted(entry.name for entry in mesh.run_dir.iterdir()) == ["epochs", "logs", "traces"]
     assert mesh.config.shared_dir is not None
     assert not mesh.config.shared_dir.exists(), "mapped files"
 
