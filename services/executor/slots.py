@@ -24,7 +24,14 @@ from services.executor.row_checks import check_owners, check_rows
 
 UNWRITTEN = -1  # in token and block tables: reading it is a bug that `resolve` names
 PAGED = (Pool.GLOBAL, Pool.WINDOW)
-TOKENLESS = (DoneReason.NULL, DoneReason.ERROR, DoneReason.GRAMMAR_ERROR)
+
+
+def _by_reason(*reasons: DoneReason) -> NDArray[np.bool_]:
+    return np.array([reason in reasons for reason in range(len(DoneReason))])
+
+
+_NULL = _by_reason(DoneReason.NULL, DoneReason.GRAMMAR_ERROR)
+_TOKENLESS = _by_reason(DoneReason.NULL, DoneReason.GRAMMAR_ERROR, DoneReason.ERROR)
 
 
 class Request(NamedTuple):
@@ -190,25 +197,26 @@ class SlotTable:
         The device's own stops are found here, at each position in the order stop id, grammar,
         length: later rows of a request that is done are null rows.
         """
-        result = self.report(rows)
-        num = len(live.rows)
-        took = live.samples.astype(np.int64) if sampled.counts is None else sampled.counts.copy()
-        first = np.arange(num) if sampled.counts is None else np.cumsum(took) - took
+        result, num = self.report(rows), len(live.rows)
+        given = np.ones(num, np.int64) if sampled.counts is None else sampled.counts
         ends = np.zeros(num, np.uint8) if sampled.reasons is None else sampled.reasons.copy()
         ends[live.samples & ~sampled.finite] = DoneReason.ERROR
-        took[np.isin(ends, TOKENLESS)] = 0
-        length = self.total_len[live.slots]
-        steady = (took == 1) & (ends == DoneReason.NONE)
-        steady &= length + 1 < self.max_len[live.slots]
-        steady[steady] &= ~self.is_stop[sampled.tokens[first[steady]]]
-        slots = live.slots[steady]
-        self.tokens[slots, length[steady]] = sampled.tokens[first[steady]]
-        self.total_len[slots] += 1
+        took = given * (live.samples & ~_TOKENLESS[ends])
+        first = np.cumsum(given) - given
+        owner = np.repeat(np.arange(num), given)  # row of each token, and its place there
+        place = np.arange(len(owner)) - first[owner]
+        steady = (took > 0) & (ends == DoneReason.NONE)
+        steady &= self.total_len[live.slots] + took < self.max_len[live.slots]
+        steady[owner[self._may_end(sampled.tokens)]] = False
+        kept = steady[owner]
+        slots = live.slots[owner[kept]]
+        self.tokens[slots, self.total_len[slots] + place[kept]] = sampled.tokens[kept]
+        self.total_len[live.slots[steady]] += took[steady]
         for i in np.flatnonzero(~steady & (took > 0)).tolist():
             new = sampled.tokens[first[i] : first[i] + took[i]].tolist()
             took[i], ends[i] = self._take(int(live.slots[i]), new, DoneReason(int(ends[i])))
-        null = np.isin(ends, (DoneReason.NULL, DoneReason.GRAMMAR_ERROR))
         # the last position of a row that gave nothing is computed again, its drafts are lost
+        null = _NULL[ends]
         self.kv_len[live.slots] += np.where(live.drafted, took, live.counts - null)
         self.producer_step[live.slots] = step_id
         self.done[live.slots] = (ends != DoneReason.NONE) & (ends != DoneReason.NULL)
@@ -217,6 +225,11 @@ class SlotTable:
         result["done_reason"][live.rows] = ends
         result["kv_len"][live.rows] = self.kv_len[live.slots]
         return result
+
+    def _may_end(self, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Tokens that need a look: stop ids of some request, and what is no token at all."""
+        odd = (tokens < 0) | (tokens >= self.capacity.vocab_size)
+        return odd | self.is_stop[np.where(odd, 0, tokens)]
 
     def _take(self, slot: int, tokens: list[int], last: DoneReason) -> tuple[int, DoneReason]:
         """Sampled tokens become the slot's next input: how many, and why the request is done.
