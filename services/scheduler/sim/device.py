@@ -14,108 +14,100 @@ from deepmesh.wire.messages import (
     Pool,
     RowMode,
     RowSource,
-    SlotInit,
     StepResult,
     StepStatus,
     SubmitStep,
 )
-from deepmesh.wire.packed import BLOCK, CANCEL, RESULT, ROW, SLOT, pack_ids, unpack_ids
+from deepmesh.wire.packed import CANCEL, RESULT, ROW, SLOT
 
-from .oracle import chain_of, mix, sample
-from .shadow import ShadowError, ShadowKV
-
-DUMMY_SLOT = 0xFFFFFFFF  # the scratch slot of dummy rows
-
-
-@dataclass(slots=True)
-class _Slot:
-    """What the device keeps of a request between steps."""
-
-    init: SlotInit
-    stop_ids: frozenset[int]
-    ids: list[int]
-    chain: list[int]  # hash up to and including each known token
-    kv_len: int
-    tables: tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]
-    producer: int = 0
-    done: bool = False
-
-
-@dataclass(slots=True)
-class _Read:
-    """Cells that a row wrote; the tail of the step (drafter, state copy) reads them again."""
-
-    slot: _Slot
-    start: int
-    values: NDArray[np.int64]
-    tag: str
+from .decode import DecodeRows, Written
+from .hashing import mix
+from .masks import MaskWorker, Tag
+from .oracle import next_token, sample
+from .row_checks import check_descriptor, check_dummy, check_row
+from .shadow import Cells, ShadowError, ShadowKV, Table, Writer
+from .slots import Slots
 
 
 @dataclass(slots=True)
 class _Running:
+    """A step between body and tail, and what its rows wrote: the tail reads it again."""
+
     step: SubmitStep
-    reads: list[_Read] = field(default_factory=list[_Read])
+    rows: list[tuple[Table, Table, int, Cells, Writer]] = field(
+        default_factory=list[tuple[Table, Table, int, Cells, Writer]]
+    )
+    decodes: list[Written] = field(default_factory=list[Written])
 
 
 class Device:
     """Executes steps in order; `body` ends at TOKENS_READY, `tail` at GPU_DONE."""
 
-    def __init__(self, capacity: Capacity, rank: int) -> None:
+    def __init__(self, capacity: Capacity, rank: int, *, masks: MaskWorker | None = None) -> None:
         self.capacity = capacity
         self.rank = rank
         self.kv = ShadowKV(capacity)
+        self.masks = masks or MaskWorker(capacity.vocab_size)
         self.gpu_done = 0
         self.null_rows = 0
+        self.missed_masks = 0
         self.rejected_drafts = 0
-        self._step_id = 0
-        self._slots: dict[int, _Slot] = {}
+        self.nan_rows_due = 0  # a fault: rows whose logits will not be finite
+        self._slots = Slots(capacity)
+        self._decode = DecodeRows(self._slots, self.kv)
         self._running: _Running | None = None
         self._last_group_step = 0
 
     def reset(self) -> None:
         """Abandon everything but the weights (and what happens to lie in the KV)."""
-        self._slots.clear()
+        self._slots = Slots(self.capacity)
+        self._decode = DecodeRows(self._slots, self.kv)
         self._running = None
         self._last_group_step = 0
         self.gpu_done = 0
+        self.masks.reset()
+
+    def receive(self, step: SubmitStep) -> None:
+        """A step has arrived and waits: its new requests' first masks are asked for."""
+        for init in step.init:
+            self.masks.open(init)
 
     def body(
         self, step: SubmitStep, *, unmasked: Callable[[int], bool] = lambda row: False
     ) -> StepResult:
-        """Run forward and sampling of a step; grammar rows that are `unmasked` sample nothing."""
+        """Run forward and sampling of a step.
+
+        Args:
+            unmasked: whether the masks of a grammar row are late by decree.
+        """
         if step.group_step <= self._last_group_step:
             raise ShadowError(f"group step {step.group_step} after {self._last_group_step}")
         self._last_group_step = step.group_step
-        self._running = _Running(step)
-        self._step_id = step.step_id
+        running = self._running = _Running(step)
         for slot, gen in np.frombuffer(step.close, SLOT).tolist():
-            self._close(slot, gen)
+            init = self._slots.close(slot, gen)
+            self.masks.close(init.rid, init.epoch)
         for init in step.init:
-            self._open(init)
-        self._append(step)
+            self._slots.open(init)
+            self.masks.open(init)
+        self._slots.append_blocks(step.blocks)
         self._ops(step, after=False)
-        canceled = {(rid, epoch) for rid, epoch, _ in np.frombuffer(step.cancel, CANCEL).tolist()}
         rows = np.frombuffer(step.rows, ROW)
+        if len(rows) and rows["mode"][0] == RowMode.DUMMY:
+            check_dummy(rows)
+            rows = rows[:0]
+        check_descriptor(step.descriptor, rows, self.rank)
         results = np.zeros(len(rows), RESULT)
-        tokens: list[int] = []
-        for at, row in enumerate(rows):
-            if row["mode"] == RowMode.DUMMY:
-                if row["slot"] != DUMMY_SLOT or row["rid"] or len(rows) != 1:
-                    raise ShadowError(f"a dummy row owns something or is not alone (I23): {row}")
-                continue
-            null = "canceled" if (int(row["rid"]), int(row["epoch"])) in canceled else ""
-            if not null and row["grammar"] and unmasked(at):
-                null = "no mask"
-            tokens += self._row(step, row, results[at], null=null)
-        if len(rows) == 1 and rows["mode"][0] == RowMode.DUMMY:
-            results = results[:0]
+        for name in ("rid", "epoch", "slot", "gen"):
+            results[name] = rows[name]
+        tokens = self._rows(running, rows, results, unmasked)
         return StepResult(
             engine_epoch=step.engine_epoch,
             step_id=step.step_id,
             rank=self.rank,
             status=StepStatus.OK,
             rows=results.tobytes(),
-            tokens=pack_ids(tokens),
+            tokens=tokens.astype("<i4").tobytes(),
             gpu_done=self.gpu_done,
         )
 
@@ -123,45 +115,16 @@ class Device:
         """Finish the step: read its rows once more, copy states; moves the watermark."""
         assert self._running is not None
         running, self._running = self._running, None
-        for read in running.reads:
-            for pool in (Pool.GLOBAL, Pool.WINDOW):
-                table = read.slot.tables[pool]
-                self.kv.verify(pool, table, read.start, read.values, f"tail of {read.tag}")
-        self._ops(running.step, after=True)
-        self.gpu_done = running.step.step_id
-        return [(op.op_id, 0) for op in running.step.ops]
-
-    # ------------------------------------------------------------ slots
-
-    def _open(self, init: SlotInit) -> None:
-        if init.slot in self._slots:
-            raise ShadowError(f"slot {init.slot} is given away while in use (I16)")
-        ids = unpack_ids(init.ids).tolist()
-        blocks = -(-self.capacity.max_model_len // self.capacity.block_size) + 2
-        self._slots[init.slot] = _Slot(
-            init=init,
-            stop_ids=frozenset(unpack_ids(init.stop_ids).tolist()),
-            ids=ids,
-            chain=chain_of(ids),
-            kv_len=init.start,
-            tables=(
-                np.full(blocks, -1, np.int32),
-                np.full(blocks, -1, np.int32),
-                np.array([init.state_block], np.int32),
-            ),
-        )
-
-    def _close(self, slot: int, gen: int) -> None:
-        state = self._slots.pop(slot, None)
-        if state is None or state.init.gen != gen:
-            raise ShadowError(f"slot {slot} generation {gen} is closed but not open (I16)")
-
-    def _append(self, step: SubmitStep) -> None:
-        for slot, gen, pool, index, block in np.frombuffer(step.blocks, BLOCK).tolist():
-            state = self._slots[slot]
-            if state.init.gen != gen:
-                raise ShadowError(f"blocks for generation {gen} of slot {slot} (I16)")
-            state.tables[pool][index] = block
+        step = running.step
+        for global_table, window_table, start, values, who in running.rows:
+            self.kv.verify(Pool.GLOBAL, global_table, start, values, who)
+            self.kv.verify(Pool.WINDOW, window_table, start, values, who)
+        for cells in running.decodes:
+            who = Writer(0, step.group_step)
+            self.kv.verify_cells(cells.pool, cells.blocks, cells.offsets, cells.values, who)
+        self._ops(step, after=True)
+        self.gpu_done = step.step_id
+        return [(op.op_id, 0) for op in step.ops]
 
     def _ops(self, step: SubmitStep, *, after: bool) -> None:
         for op in step.ops:
@@ -171,128 +134,202 @@ class Device:
     def _op(self, op: BlockOp, step: SubmitStep) -> None:
         if op.kind != OpKind.COPY:
             raise ShadowError(f"op {op.op_id} of a kind that the simulator does not know")
-        self.kv.copy(op.pool, op.src, op.dst, f"op {op.op_id} of step {step.group_step}")
+        self.kv.copy(op.pool, op.src, op.dst, step.group_step)
 
     # ------------------------------------------------------------ rows
 
-    def _row(self, step: SubmitStep, row: np.void, result: np.void, *, null: str) -> list[int]:
-        slot = self._slots[int(row["slot"])]
-        for name in ("rid", "epoch", "slot", "gen"):
-            result[name] = row[name]
-        tag = f"request {int(row['rid'])} epoch {int(row['epoch'])} step {step.group_step}"
-        if slot.init.gen != row["gen"] or slot.init.rid != row["rid"]:
-            raise ShadowError(f"{tag} runs in a slot that is not its own (I16)")
-        start = slot.kv_len
-        unready = row["source"] == RowSource.DEVICE and start >= len(slot.ids)
-        if null == "canceled" or slot.done or unready:
-            self.null_rows += 1
-            result["kv_len"], result["done_reason"] = start, DoneReason.NULL
-            slot.producer = step.step_id
+    def _rows(
+        self,
+        running: _Running,
+        rows: NDArray[np.void],
+        results: NDArray[np.void],
+        unmasked: Callable[[int], bool],
+    ) -> NDArray[np.int64]:
+        """Plain decode rows together, the others one by one; all tokens in row order."""
+        step = running.step
+        canceled = {(rid, epoch) for rid, epoch, _ in np.frombuffer(step.cancel, CANCEL).tolist()}
+        others = np.ones(len(rows), np.bool_)
+        decoded, tokens = np.empty(0, np.intp), np.empty(0, np.int64)
+        if not canceled and not self.nan_rows_due:
+            decoded = self._decode.choose(rows)
+        if len(decoded):
+            decoded, tokens, written = self._decode.run(
+                rows, decoded, step.step_id, step.group_step
+            )
+            running.decodes += written
+            results["num_tokens"][decoded] = 1
+            results["kv_len"][decoded] = self._slots.kv_len[rows["slot"][decoded]]
+            others[decoded] = False
+        if not others.any():
+            return tokens
+        by_row: list[list[int]] = [[] for _ in rows]
+        for at, token in zip(decoded.tolist(), tokens.tolist(), strict=True):
+            by_row[at].append(token)
+        for at in np.flatnonzero(others).tolist():
+            row, result = rows[at], results[at]
+            is_late = bool(row["grammar"]) and unmasked(at)
+            is_canceled = (int(row["rid"]), int(row["epoch"])) in canceled
+            by_row[at] = self._row(running, row, result, canceled=is_canceled, late=is_late)
+            result["num_tokens"] = len(by_row[at])
+        return np.array([token for row in by_row for token in row], np.int64)
+
+    def _row(
+        self, running: _Running, row: np.void, result: np.void, *, canceled: bool, late: bool
+    ) -> list[int]:
+        slots, slot = self._slots, int(row["slot"])
+        init, step_id = slots.init_of(slot), running.step.step_id
+        who = Writer(int(row["rid"]), running.step.group_step)
+        start, length = int(slots.kv_len[slot]), int(slots.length[slot])
+        unready = row["source"] == RowSource.DEVICE and start >= length
+        producer = int(slots.producer[slot])
+        if canceled or slots.done[slot] or unready:
+            self._null(slot, step_id, result, start)
             return []
-        self._check_input(row, slot, start, tag)
+        check_row(row, init, self.capacity, start, length, producer, who)
+        legal = self._masks_of(row, slot, result, late)
+        if row["mode"] == RowMode.VERIFY and row["source"] == RowSource.DEVICE:
+            return self._verify(running, row, result, legal, who)
         end = start + int(row["q"])
-        if row["mode"] == RowMode.VERIFY:
-            return self._verify(row, slot, result, masked=null != "no mask", tag=tag)
-        if null == "no mask":
-            self.null_rows += 1
-            self._compute(slot, start, end - 1, tag)
-            slot.kv_len, slot.producer = end - 1, step.step_id
-            result["kv_len"], result["done_reason"] = end - 1, DoneReason.NULL
+        if legal == []:
+            self._compute(running, slot, start, end - 1, who)
+            self._null(slot, step_id, result, end - 1)
             return []
-        self._compute(slot, start, end, tag)
-        slot.kv_len, slot.producer = end, step.step_id
+        self._compute(running, slot, start, end, who)
+        slots.kv_len[slot], slots.producer[slot] = end, step_id
         result["kv_len"] = end
-        return self._sample(row, slot, result) if row["sample"] else []
+        if self.nan_rows_due and row["sample"]:
+            self.nan_rows_due -= 1
+            result["done_reason"] = DoneReason.ERROR
+            return []
+        if not row["sample"]:
+            return []
+        tokens = [self._sample(slot, result, legal[0] if legal else None)]
+        self._advance_masks(slot, tokens)
+        return tokens
 
-    def _check_input(self, row: np.void, slot: _Slot, start: int, tag: str) -> None:
-        low, high = int(row["start_lo"]), int(row["start_hi"])
-        if not low <= start <= high:
-            raise ShadowError(f"{tag} starts at {start}, the host said {low}..{high}")
-        if row["mode"] == RowMode.PREFILL:
-            self._check_grid(slot, start, start + int(row["q"]), tag)
-        if row["source"] == RowSource.DEVICE and row["producer_step"] != slot.producer:
-            raise ShadowError(f"{tag} takes its token from another row (I15)")
-        is_verify = row["mode"] == RowMode.VERIFY
-        if start + (1 if is_verify else int(row["q"])) > len(slot.ids):
-            raise ShadowError(f"{tag} computes positions without tokens")
-
-    def _check_grid(self, slot: _Slot, start: int, end: int, tag: str) -> None:
-        """D1, D2: chunks and hits end on the request's own grid, at the target, or at P."""
-        align, init = self.capacity.chunk_align, slot.init
-        ends = {len(slot.ids), len(slot.ids) - 1, init.prompt_len}
-        if init.start % align or any(at % align and at not in ends for at in (start, end)):
-            raise ShadowError(f"{tag} computes {start}..{end}, off the grid of {align}")
+    def _null(self, slot: int, step_id: int, result: np.void, kv_len: int) -> None:
+        """The row gives nothing; `kv_len` positions are valid behind it."""
+        self.null_rows += 1
+        self._slots.kv_len[slot], self._slots.producer[slot] = kv_len, step_id
+        result["kv_len"] = kv_len
+        if result["done_reason"] == DoneReason.NONE:
+            result["done_reason"] = DoneReason.NULL
 
     def _verify(
-        self, row: np.void, slot: _Slot, result: np.void, *, masked: bool, tag: str
+        self,
+        running: _Running,
+        row: np.void,
+        result: np.void,
+        legal: list[NDArray[np.bool_]] | None,
+        who: Writer,
     ) -> list[int]:
-        """Verify drafts: some survive, the rest leaves wrong KV behind that is written over.
-
-        How many survive depends on seed and position only, so it is the same in every schedule;
-        acceptance is clamped to what the request may still bring.
-        """
-        start, init = slot.kv_len, slot.init
-        luck = mix(mix(slot.chain[start], init.seed), 77) % (int(row["q"]) + 1)
-        width = min(int(row["q"]), init.max_len - start)  # what lies beyond goes to scratch
-        drafts = min(luck, width - 1, init.max_len - len(slot.ids) - 1)
-        self._compute(slot, start, start + 1, tag)
+        """Verify drafts: those that the oracle would have sampled survive, the rest leaves wrong
+        KV behind that is written over. Clamped to what the request may still bring."""
+        slots, slot = self._slots, int(row["slot"])
+        start, max_len = int(slots.kv_len[slot]), int(slots.max_len[slot])
+        width = min(int(row["q"]), max_len - start)  # what lies beyond goes to scratch
+        drafts = self._drafts(slot)[: min(width, max_len - int(slots.length[slot])) - 1]
+        before = int(slots.want[slot, start - 1]) if start else 0
+        self._compute(running, slot, start, start + 1, who)
         tokens: list[int] = []
-        while masked:
-            tokens += self._sample(row, slot, result)
-            if len(tokens) > drafts or slot.done:
-                break
-            position = len(slot.ids) - 1
-            self._compute(slot, position, position + 1, tag)
+        if legal is None or legal:
+            drafts = drafts[: len(legal) - 1] if legal else drafts
+            for at in range(len(drafts) + 1):
+                tokens.append(self._sample(slot, result, legal[at] if legal else None))
+                if slots.done[slot] or at == len(drafts) or tokens[-1] != drafts[at]:
+                    break
+                position = int(slots.length[slot]) - 1
+                self._compute(running, slot, position, position + 1, who)
         end = start + max(1, len(tokens))
         wrong = np.full(start + width - end, -7, np.int64)  # rejected drafts
         for pool in (Pool.GLOBAL, Pool.WINDOW):
-            self.kv.write(pool, slot.tables[pool], end, wrong, tag)
+            self.kv.write(pool, slots.table(slot, pool), end, wrong, who)
         self.rejected_drafts += len(wrong)
-        slot.kv_len = end if masked else start
-        slot.producer = self._step_id
-        result["kv_len"], result["num_tokens"] = slot.kv_len, len(tokens)
         result["num_verified"] = width - 1
-        if not masked:
-            self.null_rows += 1
-            result["done_reason"] = DoneReason.NULL
-            self.kv.write(Pool.STATE, slot.tables[2], 0, self._state_before(slot), tag)
+        if not tokens:  # a row that gives nothing leaves the state as it was
+            self.kv.write(Pool.STATE, slots.table(slot, Pool.STATE), 0, np.array([before]), who)
+            self._null(slot, running.step.step_id, result, start)
+            return []
+        slots.kv_len[slot], slots.producer[slot] = end, running.step.step_id
+        result["kv_len"] = end
+        self._advance_masks(slot, tokens)
         return tokens
 
-    def _state_before(self, slot: _Slot) -> NDArray[np.int64]:
-        """A row that gives nothing leaves the state as it was."""
-        return np.array([slot.chain[slot.kv_len - 1] if slot.kv_len else 0], np.int64)
-
-    def _compute(self, slot: _Slot, start: int, end: int, tag: str) -> None:
+    def _compute(self, running: _Running, slot: int, start: int, end: int, who: Writer) -> None:
         """Attend to everything below `start`, write `start..end`."""
         if start == end:
             return
-        chain = np.array(slot.chain[:end], np.int64)
+        slots = self._slots
+        want = slots.want[slot, :end].copy()
         window = max(0, start - self.capacity.window)
-        self.kv.verify(Pool.GLOBAL, slot.tables[0], 0, chain[:start], tag)
-        self.kv.verify(Pool.WINDOW, slot.tables[1], window, chain[window:start], tag)
+        tables = [slots.table(slot, pool) for pool in Pool]
+        self.kv.verify(Pool.GLOBAL, tables[0], 0, want[:start], who)
+        self.kv.verify(Pool.WINDOW, tables[1], window, want[window:start], who)
         if start:
-            self.kv.verify(Pool.STATE, slot.tables[2], start - 1, chain[start - 1 : start], tag)
+            self.kv.verify(Pool.STATE, tables[2], start - 1, want[start - 1 :][:1], who)
         for pool in Pool:
-            self.kv.write(pool, slot.tables[pool], start, chain[start:end], tag)
-        assert self._running is not None
-        self._running.reads.append(_Read(slot, start, chain[start:end], tag))
+            self.kv.write(pool, tables[pool], start, want[start:], who)
+        running.rows.append((tables[0], tables[1], start, want[start:], who))
 
-    def _sample(self, row: np.void, slot: _Slot, result: np.void) -> list[int]:
-        init = slot.init
-        banned = len(slot.ids) < init.min_len
+    def _sample(self, slot: int, result: np.void, legal: NDArray[np.bool_] | None) -> int:
+        slots, init, vocab = self._slots, self._slots.init_of(slot), self.capacity.vocab_size
+        length, stop_ids = int(slots.length[slot]), slots.stop_ids[slot]
+        chain = int(slots.chain[slot, length - 1])
         token = sample(
-            slot.chain[-1],
-            init.seed,
-            init.sub_index,
-            self.capacity.vocab_size,
-            slot.stop_ids,
-            banned,
+            next_token(chain, init.seed, init.sub_index, vocab),
+            banned=stop_ids if length < init.min_len else frozenset(),
+            legal=legal,
+            vocab_size=vocab,
         )
-        slot.ids.append(token)
-        slot.chain.append(mix(slot.chain[-1], token))
-        result["num_tokens"] = 1
-        if token in slot.stop_ids:
-            slot.done, result["done_reason"] = True, DoneReason.EOS
-        elif len(slot.ids) >= init.max_len:
-            slot.done, result["done_reason"] = True, DoneReason.LENGTH
-        return [token]
+        slots.append(slot, token)
+        slots.drafted[slot] = self.capacity.draft_len
+        output = length + 1 - init.prompt_len
+        reason = DoneReason.NONE
+        if token in stop_ids:
+            reason = DoneReason.EOS
+        elif init.grammar and self.masks.is_complete(init.rid, init.epoch, output):
+            reason = DoneReason.GRAMMAR
+        elif length + 1 >= init.max_len:
+            reason = DoneReason.LENGTH
+        result["done_reason"] = reason
+        slots.done[slot] = reason != DoneReason.NONE
+        return token
+
+    # ------------------------------------------------------------ drafts and masks
+
+    def _drafts(self, slot: int) -> list[int]:
+        """Drafts for the positions behind the last token. How many of them the oracle agrees with
+        depends on seed and position only, so it is the same in every schedule."""
+        slots, init, vocab = self._slots, self._slots.init_of(slot), self.capacity.vocab_size
+        state = int(slots.chain[slot, int(slots.length[slot]) - 1])
+        luck = mix(mix(state, init.seed), 77) % (self.capacity.draft_len + 2)
+        drafts: list[int] = []
+        for at in range(int(slots.drafted[slot])):
+            token = next_token(state, init.seed, init.sub_index, vocab)
+            drafts.append(token if at < luck else (token + 1) % vocab)
+            state = mix(state, drafts[-1])
+        return drafts
+
+    def _masks_of(
+        self, row: np.void, slot: int, result: np.void, late: bool
+    ) -> list[NDArray[np.bool_]] | None:
+        """The masks of a row by their tag: None for a row without grammar, none if they miss."""
+        if not row["grammar"]:
+            return None
+        rid, epoch = int(row["rid"]), int(row["epoch"])
+        if self.masks.is_dead(rid, epoch):
+            result["done_reason"] = DoneReason.GRAMMAR_ERROR
+            self._slots.done[slot] = True
+            return []
+        tag = Tag(rid, epoch, int(self._slots.length[slot]), 1 + int(self._slots.drafted[slot]))
+        legal = self.masks.find(tag)
+        if legal is None or late:
+            self.missed_masks += 1
+            return []
+        return legal
+
+    def _advance_masks(self, slot: int, tokens: list[int]) -> None:
+        """The worker hears of what was sampled and drafted."""
+        init = self._slots.init_of(slot)
+        if init.grammar is not None and not self._slots.done[slot]:
+            self.masks.advance(init.rid, init.epoch, tokens, self._drafts(slot))

@@ -2,16 +2,11 @@
 
 from collections.abc import Iterable
 
-_MASK = (1 << 63) - 1
-ROOT = 0x5EED
+import numpy as np
+from numpy.typing import NDArray
 
-
-def mix(state: int, value: int) -> int:
-    """One step of a 63-bit hash (the finaliser of splitmix64)."""
-    x = (state * 0x9E3779B97F4A7C15 + value + 0x632BE59BD9B4E019) & 0xFFFFFFFFFFFFFFFF
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return (x ^ (x >> 31)) & _MASK
+from .grammar import SimGrammar
+from .hashing import ROOT, mix, mix_many
 
 
 def chain_of(ids: Iterable[int], start: int = ROOT) -> list[int]:
@@ -29,6 +24,16 @@ def next_token(chain: int, seed: int, sub_index: int, vocab_size: int) -> int:
     return mix(mix(chain, seed), sub_index) % vocab_size
 
 
+def next_tokens(
+    chains: NDArray[np.int64],
+    seeds: NDArray[np.uint64],
+    sub_indices: NDArray[np.uint64],
+    vocab_size: int,
+) -> NDArray[np.int64]:
+    """`next_token` of many prefixes."""
+    return mix_many(mix_many(chains, seeds), sub_indices) % vocab_size
+
+
 def expected_output(
     prompt: list[int],
     *,
@@ -38,25 +43,37 @@ def expected_output(
     max_tokens: int,
     min_tokens: int,
     stop_ids: frozenset[int],
+    grammar: SimGrammar | None = None,
 ) -> tuple[list[int], str]:
     """All output tokens of a request that nobody disturbs, and why it ends."""
     state = chain_of(prompt)[-1]
+    matcher = grammar.root if grammar else 0
     output: list[int] = []
     while True:
-        token = sample(state, seed, sub_index, vocab_size, stop_ids, len(output) < min_tokens)
+        token = sample(
+            next_token(state, seed, sub_index, vocab_size),
+            banned=stop_ids if len(output) < min_tokens else frozenset(),
+            legal=grammar.legal(matcher, vocab_size) if grammar else None,
+            vocab_size=vocab_size,
+        )
         output.append(token)
         state = mix(state, token)
         if token in stop_ids:
             return output, "stop"
+        if grammar:
+            matcher = mix(matcher, token)
+            if grammar.is_complete(len(output)):
+                return output, "grammar"
         if len(output) >= max_tokens:
             return output, "length"
 
 
 def sample(
-    chain: int, seed: int, sub_index: int, vocab_size: int, stop_ids: frozenset[int], banned: bool
+    token: int, *, banned: frozenset[int], legal: NDArray[np.bool_] | None, vocab_size: int
 ) -> int:
-    """The oracle's token; where stop ids are `banned`, the next id that is not one."""
-    token = next_token(chain, seed, sub_index, vocab_size)
-    while banned and token in stop_ids:
+    """The oracle's `token`; where it may not come, the next id that may."""
+    for _ in range(vocab_size):
+        if token not in banned and (legal is None or legal[token]):
+            return token
         token = (token + 1) % vocab_size
-    return token
+    raise AssertionError("no token is left to sample")

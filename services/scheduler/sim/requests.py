@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from deepmesh.wire.messages import Failed, Finished, Generate, Grammar, TokenRow
+from deepmesh.wire.messages import Failed, Finished, Generate, TokenRow
 from deepmesh.wire.packed import pack_ids, unpack_ids
 
+from .grammar import SimGrammar
 from .oracle import expected_output
 
 
@@ -21,7 +22,9 @@ class SimRequest:
     stop_ids: frozenset[int] = frozenset()
     priority: int = 0
     salt: bytes = b""
+    sub_index: int = 0
     grammar: bool = False
+    grammar_len: int = 0  # output tokens at which its grammar is complete; 0: never
     abort_ns: int = 0  # after its arrival; 0: never
     stop_at: int = 0  # a stop string after so many tokens; 0: none
     attempt: int = 1
@@ -47,8 +50,14 @@ class SimRequest:
             min_tokens=self.min_tokens,
             priority=self.priority,
             salt=self.salt,
-            grammar=Grammar("regex", ".*") if self.grammar else None,
+            sub_index=self.sub_index,
+            grammar=rules.message() if (rules := self.rules) else None,
         )
+
+    @property
+    def rules(self) -> SimGrammar | None:
+        """Its grammar."""
+        return SimGrammar(self.seed, self.grammar_len) if self.grammar else None
 
     def take(self, row: TokenRow, now: int) -> None:
         """Tokens by absolute position: repeats must agree, gaps must not happen."""
@@ -72,11 +81,12 @@ class SimRequest:
         return expected_output(
             self.prompt,
             seed=self.seed,
-            sub_index=0,
+            sub_index=self.sub_index,
             vocab_size=vocab_size,
             max_tokens=self.max_tokens,
             min_tokens=self.min_tokens,
             stop_ids=self.stop_ids,
+            grammar=self.rules,
         )
 
     def verify(self, vocab_size: int) -> None:
@@ -87,7 +97,7 @@ class SimRequest:
         got = self.output[: terminal.final_pos]
         assert got == expected[: len(got)], f"{self.rid!r} has wrong tokens"
         assert len(got) == terminal.final_pos, f"{self.rid!r} lacks tokens"
-        if isinstance(terminal, Finished) and terminal.reason.name in ("STOP", "LENGTH"):
+        if isinstance(terminal, Finished) and terminal.reason.name != "ABORT":
             complete = len(got) == len(expected) and terminal.reason.name.lower() == reason
             cut = self.stop_at and len(got) == min(self.stop_at, len(expected))
             assert complete or cut, f"{self.rid!r} ended early: {terminal}"

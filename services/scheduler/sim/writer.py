@@ -1,5 +1,9 @@
 """The external writer: not ordered with any device stream, it fills freed blocks at once."""
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from deepmesh.wire.messages import Pool
 
 from ..core.scheduler import Scheduler
@@ -12,22 +16,34 @@ class ExternalWriter:
 
     def __init__(self) -> None:
         self.num_writes = 0
-        self._known: list[list[set[int]]] = []
+        self.fenced_hits = 0  # of them, into blocks whose fence had just passed
+        self._known: list[list[list[int]]] = []  # free lists by rank and pool
+        self._passed: list[int] = []  # watermarks by rank, when the lists were read
         self._engine: object = None
 
-    def observe(self, core: Scheduler, devices: list[Device]) -> None:
+    def observe(self, core: Scheduler, devices: Sequence[Device]) -> None:
         """Poison every block that became free since the last call."""
         engine = core.engine
         if engine is not self._engine:
             self._engine = engine
-            self._known = [[set() for _ in Pool] for _ in engine.memories] if engine else []
+            memories = engine.memories if engine else []
+            self._known = [[[] for _ in Pool] for _ in memories]
+            self._passed = [0] * len(memories)
         if engine is None:
             return
         for rank, memory in enumerate(engine.memories):
             for pool in Pool:
-                free = set(memory.pools[pool].free_blocks())
-                new = sorted(free - self._known[rank][pool])
-                self._known[rank][pool] = free
-                if new:
-                    devices[rank].kv.poison(pool, new, "the external writer")
-                    self.num_writes += len(new)
+                free = memory.pools[pool].free_blocks()
+                if free != self._known[rank][pool]:
+                    new = sorted(set(free).difference(self._known[rank][pool]))
+                    self._known[rank][pool] = list(free)
+                    self._fill(devices[rank], pool, new, memory.pools[pool].fence, rank)
+            self._passed[rank] = memory.gpu_done
+
+    def _fill(
+        self, device: Device, pool: Pool, blocks: list[int], fence: "np.ndarray", rank: int
+    ) -> None:
+        if blocks:
+            device.kv.poison(pool, blocks)
+            self.num_writes += len(blocks)
+            self.fenced_hits += int(np.count_nonzero(fence[blocks] > self._passed[rank]))

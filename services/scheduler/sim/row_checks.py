@@ -1,0 +1,91 @@
+"""What a simulated device refuses: steps and rows that a real one would run into the ground."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepmesh.wire.messages import (
+    Capacity,
+    Descriptor,
+    RowMode,
+    RowSource,
+    SlotInit,
+    StepKind,
+)
+
+from .shadow import ShadowError, Writer
+
+DUMMY_SLOT = 0xFFFFFFFF  # the scratch slot of dummy rows
+
+
+def check_dummy(rows: NDArray[np.void]) -> None:
+    """I23: a dummy row owns nothing and is alone.
+
+    Raises:
+        ShadowError: it is not.
+    """
+    if len(rows) != 1 or rows["slot"][0] != DUMMY_SLOT or rows["rid"][0]:
+        raise ShadowError(f"a dummy row owns something or is not alone (I23): {rows}")
+
+
+def check_descriptor(descriptor: Descriptor, rows: NDArray[np.void], rank: int) -> None:
+    """A rank's rows must fit the shape that all ranks run.
+
+    Raises:
+        ShadowError: names the rank and what does not fit.
+    """
+    if len(np.unique(rows["slot"])) != len(rows):
+        raise ShadowError(f"rank {rank} runs two rows of one slot in a step")
+    tokens = int(rows["q"].sum())
+    if tokens > descriptor.padded_tokens or len(rows) > descriptor.padded_rows:
+        raise ShadowError(
+            f"I22 rank {rank} has {tokens} tokens in {len(rows)} rows, the group agreed on "
+            f"{descriptor.padded_tokens} in {descriptor.padded_rows}"
+        )
+    is_prefill = rows["mode"] == RowMode.PREFILL
+    known = is_prefill | (rows["source"] == RowSource.HOST)
+    if descriptor.kind == StepKind.DECODE and is_prefill.any():
+        raise ShadowError(f"I22 rank {rank} prefills in a step of kind DECODE")
+    if descriptor.kind == StepKind.PREFILL and not known.all():
+        raise ShadowError(f"I22 rank {rank} decodes in a step of kind PREFILL")
+
+
+def check_row(
+    row: np.void,
+    init: SlotInit,
+    capacity: Capacity,
+    start: int,
+    length: int,
+    producer: int,
+    who: Writer,
+) -> None:
+    """A row against what the slot holds: `start` positions computed, `length` tokens known.
+
+    Raises:
+        ShadowError: the row is not this request's, or begins, ends or takes its input elsewhere.
+    """
+    if init.gen != row["gen"] or init.rid != row["rid"] or init.epoch != row["epoch"]:
+        raise ShadowError(f"{who} runs in a slot that is not its own (I16)")
+    low, high, end = int(row["start_lo"]), int(row["start_hi"]), start + int(row["q"])
+    if not low <= start <= high:
+        raise ShadowError(f"{who} starts at {start}, the host said {low}..{high}")
+    if row["source"] == RowSource.DEVICE:
+        if row["producer_step"] != producer:
+            raise ShadowError(f"{who} takes its token from another row (I15)")
+        if start + (1 if row["mode"] == RowMode.VERIFY else int(row["q"])) > length:
+            raise ShadowError(f"{who} computes positions without tokens")
+        return
+    if low != high:
+        raise ShadowError(f"{who} has ids of the host, but begins somewhere in {low}..{high}")
+    if end > length:
+        raise ShadowError(f"{who} computes positions without tokens")
+    if row["mode"] == RowMode.PREFILL:
+        _check_grid(init, capacity, start, end, length, who)
+
+
+def _check_grid(
+    init: SlotInit, capacity: Capacity, start: int, end: int, length: int, who: Writer
+) -> None:
+    """D1, D2: chunks and hits end on the request's own grid, at the target, or at P."""
+    align, ends = capacity.chunk_align, {length, length - 1, init.prompt_len}
+    if init.start % align or any(at % align and at not in ends for at in (start, end)):
+        raise ShadowError(f"{who} computes {start}..{end}, off the grid of {align}")
