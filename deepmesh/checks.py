@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from deepmesh.config import Config, ConfigError, load_config
-from deepmesh.gateway_address import PortError, check_port, gateway_is_ready
+from deepmesh.gateway_address import PortError, check_port, gateway_problem
 from deepmesh.run_dir import MeshRecord, read_record, tail
 
 MIN_SHM_BYTES = 64 << 20
@@ -171,6 +171,7 @@ def _check_free_port(config: Config) -> Check:
 def _check_processes(record: MeshRecord) -> Iterator[Check]:
     for name, process in record.processes.items():
         restarts = f", started again {process.restarts} times" if process.restarts else ""
+        restarts += f" ({process.last_end})" if process.last_end else ""
         found = f"pid {process.pid}{restarts}"
         if is_alive(process.pid):
             yield Check(
@@ -182,10 +183,10 @@ def _check_processes(record: MeshRecord) -> Iterator[Check]:
         else:
             last = " ".join(tail(Path(process.log), 1))
             yield Check(name, "fail", f"not running{restarts}; {last}", f"read {process.log}")
-    if gateway_is_ready(record.url):
-        yield Check("mesh", "ok", f"ready at {record.url}")
+    if problem := gateway_problem(record.url):
+        yield Check("mesh", "fail", f"not ready: {problem}", "read the logs above")
     else:
-        yield Check("mesh", "fail", f"{record.url}/ready does not say 200", "read the logs above")
+        yield Check("mesh", "ok", f"ready at {record.url}")
 
 
 def _log_hint(restarts: int, log: str) -> str:

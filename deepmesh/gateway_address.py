@@ -24,16 +24,34 @@ def gateway_url(config: Config) -> str:
 
 def gateway_is_ready(url: str, timeout_s: float = 2.0) -> bool:
     """Whether GET /ready answers 200: every service behind the gateway can work."""
+    return not gateway_problem(url, timeout_s)
+
+
+def gateway_problem(url: str, timeout_s: float = 2.0) -> str:
+    """Why GET /ready does not answer 200, as far as the gateway knows; empty: it does."""
     parts = urlsplit(url)
     make = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = make(parts.hostname or "", parts.port, timeout=timeout_s)
     try:
         connection.request("GET", "/ready")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
+        response = connection.getresponse()
+        if response.status == 200:
+            return ""
+        return msgspec.json.decode(response.read(), type=_Problem).error.message
+    except msgspec.DecodeError:
+        return f"{url}/ready does not say 200"
+    except (OSError, http.client.HTTPException) as error:
+        return f"{url}: {error}"
     finally:
         connection.close()
+
+
+class _Error(msgspec.Struct):
+    message: str
+
+
+class _Problem(msgspec.Struct):
+    error: _Error
 
 
 def with_free_port(config: Config) -> Config:

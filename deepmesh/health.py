@@ -55,10 +55,9 @@ def problem_of(name: str, config: "Config") -> str:
         name: such as "scheduler-0"; a gateway is asked itself.
     """
     if name.partition("-")[0] == "gateway":
-        from deepmesh.gateway_address import gateway_is_ready, gateway_url
+        from deepmesh.gateway_address import gateway_problem, gateway_url
 
-        url = gateway_url(config)
-        return "" if gateway_is_ready(url) else f"{url}/ready does not say 200"
+        return gateway_problem(gateway_url(config))
     path = ready_path(config.mesh.run_dir, name)
     try:
         age_s = time.time() - path.stat().st_mtime

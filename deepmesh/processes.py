@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from deepmesh.config import Config
+from deepmesh.run_dir import ProcessRecord
 
 MAX_BACKOFF_S = 5.0
 USAGE_STATUS = 2  # how a service ends that cannot use its configuration: no restart helps
@@ -97,7 +99,9 @@ class Child:
         self.restarts = 0
         self.early_ends = 0  # in a row, each soon after its start
         self.last_status: int | None = None  # negative: the signal that ended it
-        self.next_start = 0.0
+        self.last_end = ""  # the same in words
+        self.next_start = 0.0  # monotonic
+        self._started_s = 0.0  # wall clock
         self._first_backoff_s = backoff_s
         self._process: subprocess.Popen[bytes] | None = None
         self._started = 0.0
@@ -107,6 +111,19 @@ class Child:
     def pid(self) -> int:
         """0 while it does not run."""
         return self._process.pid if self._process is not None else 0
+
+    def record(self, *, restarts: bool) -> ProcessRecord:
+        """For mesh.json; `restarts`: it is started again when it ends."""
+        waits_s = self.next_start - time.monotonic()
+        return ProcessRecord(
+            service=self.command.service,
+            pid=self.pid,
+            state="running" if self.pid else "waiting" if restarts else "ended",
+            restarts=self.restarts,
+            log=str(self.log),
+            since_s=self._started_s if self.pid else time.time() + waits_s,
+            last_end=self.last_end,
+        )
 
     def start(self, now: float) -> None:
         """Start the process; its output is appended to the log."""
@@ -127,6 +144,7 @@ class Child:
                 start_new_session=True,  # Ctrl-C reaches the supervisor only, which drains
             )
         self._started = now
+        self._started_s = time.time()
 
     def poll(self, now: float) -> str | None:
         """Take note of the end of the process: says how it ended, once; None otherwise."""
@@ -139,9 +157,9 @@ class Child:
         self.early_ends = self.early_ends + 1 if now - self._started < STEADY_S else 1
         backoff_s = self._first_backoff_s * 2 ** min(self.early_ends - 1, 16)
         self.next_start = now + min(backoff_s, MAX_BACKOFF_S)
-        if code < 0:
-            return f"killed by {signal.Signals(-code).name}"
-        return f"exit status {code}"
+        killed = f"killed by {signal.Signals(-code).name}" if code < 0 else ""
+        self.last_end = killed or f"exit status {code}"
+        return self.last_end
 
     def _ended(self) -> bool:
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT

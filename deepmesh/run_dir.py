@@ -23,9 +23,11 @@ class ProcessRecord(msgspec.Struct, frozen=True):
 
     service: str
     pid: int  # 0: not running now
-    state: str  # starting, running, waiting (for its back-off), ended
+    state: str  # running, waiting (for its back-off), ended
     restarts: int
     log: str
+    since_s: float = 0.0  # wall clock: running since, or starts again at
+    last_end: str = ""  # of the life before; empty: this is the first
 
 
 class MeshRecord(msgspec.Struct, frozen=True):

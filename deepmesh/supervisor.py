@@ -17,11 +17,12 @@ from deepmesh.gateway_address import (
     PortError,
     check_port,
     gateway_is_ready,
+    gateway_problem,
     gateway_url,
     with_free_port,
 )
 from deepmesh.processes import USAGE_STATUS, Child, Command, mesh_addresses, mesh_commands
-from deepmesh.run_dir import MeshRecord, ProcessRecord, RunDir, tail
+from deepmesh.run_dir import MeshRecord, RunDir, tail
 
 POLL_S = 0.05
 MAX_EARLY_ENDS = 4  # a process that ends this often before the mesh is ready stops the start
@@ -150,6 +151,8 @@ class Mesh:
             if time.monotonic() > deadline:
                 children = list(self._children.values())
                 what = f"not ready within supervisor.start_timeout_s = {timeout_s:g} s"
+                if problem := gateway_problem(self.url):
+                    what += f": {problem}"
                 raise MeshError(self._explain(what, children))
             with self._moved:
                 self._moved.wait(POLL_S)
@@ -263,13 +266,7 @@ class Mesh:
         assert self._folder is not None
         config = self.config
         processes = {
-            name: ProcessRecord(
-                service=child.command.service,
-                pid=child.pid,
-                state="running" if child.pid else "waiting",
-                restarts=child.restarts,
-                log=str(child.log),
-            )
+            name: child.record(restarts=config.supervisor.restart)
             for name, child in self._children.items()
         }
         self._folder.write_record(

@@ -12,6 +12,7 @@ from deepmesh.cli.doctor import doctor
 from deepmesh.cli.keys import keys
 from deepmesh.cli.model import inspect
 from deepmesh.cli.serve import serve
+from deepmesh.cli.status import status
 from deepmesh.cli.trace import trace
 from deepmesh.cli.up import up
 
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.command()(up)
 app.command()(serve)
+app.command()(status)
 app.command()(chat)
 app.command()(demo)
 app.command()(doctor)

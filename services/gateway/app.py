@@ -67,8 +67,7 @@ def make_app(edge: Edge, tokenizers: Tokenizers, figures: Exposition) -> Starlet
     async def ready(request: Request) -> Response:
         if tokenizers.is_ready:
             return _json({"status": "ready"})
-        up = f"{len(tokenizers.peers)} of {tokenizers.num_links} tokenizers are linked"
-        return _problem(request, Problem(503, "not_ready", f"{up}, none has a ready replica"))
+        return _problem(request, Problem(503, "not_ready", tokenizers.problem))
 
     async def version(request: Request) -> Response:
         return _json({"version": __version__})

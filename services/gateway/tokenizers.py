@@ -43,6 +43,15 @@ class Tokenizers:
         """Whether a tokenizer with a ready replica is linked."""
         return any(replica.ready for peer in self.peers for replica in peer.stats.replicas)
 
+    @property
+    def problem(self) -> str:
+        """Why it is not ready, as far as that is known here."""
+        up = (
+            f"{len(self.peers)} of {self.num_links} tokenizers are linked, none has a ready replica"
+        )
+        refused = {r.refused for peer in self.peers for r in peer.stats.replicas if r.refused}
+        return "; ".join([up, *sorted(refused)])
+
     def place(self, submit: Submit) -> str:
         """Send to the least loaded tokenizer; the key of its link, or "" when none is up."""
         for link in sorted(self._links, key=self._rank):
