@@ -8,31 +8,27 @@ bench/results/cpu_kernels.jsonl.
 """
 
 import argparse
-import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
+from deepmesh.report import MAX_STEAL, Json, Steal, publish, report
 from kernels import native
 from kernels.attention.sparse import sparse_attention
 from kernels.mhc.mix import hyper_mix
 from kernels.moe.experts import routed_experts
 from kernels.quant.linear import Rounding, linear, pack_linear
 
-RESULTS = Path(__file__).parent / "results" / "cpu_kernels.jsonl"
 SUM_BYTES = 512 << 20
 COPIES_BYTES = 192 << 20  # of weights to go through in turn: beyond the caches that a core has
 REPETITIONS = 9
-MAX_STEAL = 0.02
+MAX_LOAD = 0.5  # processes that run beside it
 
 
 @dataclass
@@ -141,7 +137,7 @@ def read_rate() -> float:
     return SUM_BYTES / min(timed(data.sum) for _ in range(5))
 
 
-def measure(case: Case, rate: float) -> dict[str, object]:
+def measure(case: Case, rate: float) -> dict[str, Json]:
     """Medians of interleaved repetitions."""
     runs = {"ours": case.ours} | ({"torch_bf16": case.peer} if case.peer else {})
     once = timed(lambda: case.ours(0))
@@ -172,60 +168,27 @@ def measure(case: Case, rate: float) -> dict[str, object]:
     }
 
 
-def steal() -> tuple[int, int]:
-    """Ticks that other machines took from this one, and all ticks."""
-    ticks = [int(n) for n in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
-    return ticks[7], sum(ticks[:8])
-
-
-def machine() -> dict[str, object]:
-    """What the figures are of."""
-    names = [
-        line.split(":")[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return {"cpu": names[0] if names else platform.machine(), "cores": os.cpu_count(), "gpu": None}
-
-
-def commit() -> str:
-    """Of the working tree, as far as git knows it."""
-    folder = Path(__file__).parent
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=folder, capture_output=True, text=True
-    )
-    return done.stdout.strip() or "unknown"
-
-
-def run(threads: int, level: str) -> dict[str, object]:
+def run(threads: int, level: str) -> dict[str, Json]:
     """The whole benchmark."""
     torch.set_num_threads(threads)
     native.use(level)
-    before, load = steal(), os.getloadavg()[0]
+    steal, load = Steal(), os.getloadavg()[0]
     rate = read_rate()
-    found = []
+    found: list[dict[str, Json]] = []
     with torch.inference_mode():
         for case in cases():
             found.append(measure(case, rate))
             print("{op} {shape}: {ours_us} us, {gbps} GB/s".format(**found[-1]), file=sys.stderr)
-    after = steal()
-    share = (after[0] - before[0]) / max(1, after[1] - before[1])
-    return {
-        "command": "bench kernels",
-        "commit": commit(),
-        "machine": machine(),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "config": {
-            "threads": threads,
-            "level": level or native.supported_levels()[0],
-            "read_gbps": round(rate / 1e9, 2),
-            "steal": round(share, 4),
-            "load_before": round(load, 2),
-        },
-        "cases": found,
-        "valid": share <= MAX_STEAL and load < 0.5,
-        "ok": True,
+    share = steal.take()
+    config: dict[str, Json] = {
+        "threads": threads,
+        "level": level or native.supported_levels()[0],
+        "read_gbps": round(rate / 1e9, 2),
+        "steal": round(share, 4),
+        "load_before": round(load, 2),
     }
+    whole = report("bench kernels", config=config, cases=found, ok=True)
+    return whole | {"valid": share <= MAX_STEAL and load < MAX_LOAD}
 
 
 def main() -> None:
@@ -236,12 +199,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     arguments = parser.parse_args()
     result = run(arguments.threads, arguments.level)
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a") as file:
-        file.write(json.dumps(result) + "\n")
-    if arguments.json:
-        print(json.dumps(result))
-    elif not result["valid"]:
+    publish(result, name="cpu_kernels", as_json=arguments.json)
+    if not result["valid"]:
         print("the machine was busy: figures are not valid", file=sys.stderr)
 
 

@@ -6,7 +6,6 @@ one prompt from position 0. Native and reference repetitions alternate. Prints o
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -17,14 +16,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.cpu_kernels import MAX_STEAL, commit, machine, steal
+from bench.cpu_kernels import MAX_LOAD
+from deepmesh.report import MAX_STEAL, Json, Steal, publish, report
 from kernels import native
 from services.executor.batch import BatchRow, StepBatch
 from services.executor.kv_cache import KvCache
 from services.executor.models.deepseek_v41 import DeepseekV41
 from services.executor.weights import load_model
 
-RESULTS = Path(__file__).parent / "results" / "model.jsonl"
 MODEL = Path(__file__).parents[1] / "models" / "tiny"
 BLOCK = 64
 CONTEXT = 512  # tokens before a decode row
@@ -78,22 +77,22 @@ def measure(
     return {name: round(statistics.median(taken), 3) for name, taken in times.items()}
 
 
-def run() -> dict[str, object]:
+def run() -> dict[str, Json]:
     """The whole benchmark."""
     torch.set_num_threads(1)
-    before, load = steal(), os.getloadavg()[0]
+    steal, load = Steal(), os.getloadavg()[0]
     models: dict[str, DeepseekV41] = {}
     for name, level in LEVELS.items():
         native.use(level)  # weights are packed for the kernels in use
         models[name] = load_model(MODEL, "bf16")
-    cases: list[dict[str, object]] = []
+    cases: list[dict[str, Json]] = []
     for kind, num_rows, start, width in (
         *(("decode", rows, CONTEXT, 1) for rows in ROWS),
         *(("prefill", 1, 0, tokens) for tokens in PREFILLS),
     ):
         found = measure(models, num_rows, start, width)
         tokens = num_rows * width
-        case = {
+        case: dict[str, Json] = {
             "op": kind,
             "rows": num_rows,
             "context": start,
@@ -105,18 +104,15 @@ def run() -> dict[str, object]:
         }
         print(case, file=sys.stderr)
         cases.append(case)
-    after = steal()
-    share = (after[0] - before[0]) / max(1, after[1] - before[1])
-    return {
-        "command": "bench model",
-        "commit": commit(),
-        "machine": machine(),
-        "versions": {"torch": torch.__version__},
-        "config": {"threads": 1, "numerics": "bf16", "steal": round(share, 4), "load_before": load},
-        "cases": cases,
-        "valid": share <= MAX_STEAL and load < 0.5,
-        "ok": True,
+    share = steal.take()
+    config: dict[str, Json] = {
+        "threads": 1,
+        "numerics": "bf16",
+        "steal": round(share, 4),
+        "load_before": load,
     }
+    whole = report("bench model", config=config, cases=cases, ok=True)
+    return whole | {"valid": share <= MAX_STEAL and load < MAX_LOAD}
 
 
 def main() -> None:
@@ -124,12 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     arguments = parser.parse_args()
-    result = run()
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a") as file:
-        file.write(json.dumps(result) + "\n")
-    if arguments.json:
-        print(json.dumps(result))
+    publish(run(), name="model", as_json=arguments.json)
 
 
 if __name__ == "__main__":
