@@ -34,7 +34,7 @@ MUTANTS = [
     ),
     Mutant(
         "free-on-tokens-ready",
-        CORE + "scheduler.py",
+        CORE + "steps.py",
         "self._advance(result.rank, result.gpu_done)",
         "self._advance(result.rank, result.step_id)",
         "tests/core/test_leases.py",
@@ -49,8 +49,8 @@ MUTANTS = [
     Mutant(
         "skip-epoch-on-abort",
         CORE + "results.py",
-        "alive = self._table.gen[rank_step.index] == rank_step.gen\n        self._check(",
-        "alive = np.ones(len(rank_step.index), np.bool_)\n        self._check(",
+        "alive = self._table.gen[rows.index] == rows.gen\n        self._check(",
+        "alive = np.ones(len(rows.index), np.bool_)\n        self._check(",
         "tests/core/test_endings.py",
     ),
     Mutant(
@@ -78,8 +78,8 @@ MUTANTS = [
     Mutant(
         "rederive-row-kind",
         CORE + "results.py",
-        'fast = alive & ~step.is_prefill & (rows["num_tokens"] == 1)',
-        'fast = alive & (table.phase[index] == Phase.DECODE) & (rows["num_tokens"] == 1)',
+        "fast = alive & ~rows.is_prefill & (answers.counts == 1)",
+        "fast = alive & (table.phase[index] == Phase.DECODE) & (answers.counts == 1)",
         "tests/core/test_endings.py tests/core/test_prefix_cache.py",
     ),
     Mutant(
@@ -99,9 +99,9 @@ MUTANTS = [
     Mutant(
         "patch-one-rank-size",
         CORE + "packer.py",
-        "descriptor=descriptor,\n            rows=",
+        "descriptor=descriptor,\n                rows=",
         "descriptor=replace(descriptor, padded_tokens=descriptor.padded_tokens + rank),\n"
-        "            rows=",
+        "                rows=",
         "tests/sim/test_world.py -k ranks",
     ),
     Mutant(
@@ -199,7 +199,7 @@ MUTANTS = [
     ),
     Mutant(
         "seed-redrawn",
-        CORE + "packer.py",
+        CORE + "slot_updates.py",
         "seed=generate.seed,",
         "seed=generate.seed + request.epoch,",
         "tests/core/test_preemption.py",

@@ -161,7 +161,7 @@ def _inflight(engine: Engine, steps: list[StepRecord], depth: int) -> None:
     latest: dict[int, int] = {}
     for step in steps:
         for rank in step.pending:
-            part = step.ranks[rank]
+            part = step.part(rank)
             alive = table.gen[part.index] == part.gen
             np.add.at(q, part.index[alive], part.q[alive])
             np.add.at(rows, part.index[alive], 1)
@@ -175,6 +175,8 @@ def _inflight(engine: Engine, steps: list[StepRecord], depth: int) -> None:
     _require(bool((tokens[here] == table.inflight_tokens[here]).all()), "I5 sure output tokens")
     for i, step_id in latest.items():
         _require(table.producer[i] == step_id, "I15 the producer is not the latest row")
+    open_tokens = sum(step.pending_tokens for step in steps)
+    _require(engine.group.inflight_tokens == open_tokens, "I5 total_inflight_tokens")
     counted = {key: zombie.rows for key, zombie in engine.residency.zombies.items()}
     _require(counted == dict(zombies), f"I14 zombies {counted}, rows say {dict(zombies)}")
 
@@ -193,7 +195,7 @@ def _memory(engine: Engine, steps: list[StepRecord], rank: int) -> None:
         capture.state_block
         for step in steps
         if rank in step.pending
-        for capture in step.ranks[rank].captures
+        for capture in step.captures.get(rank, [])
     ]
     held[2].append(np.array([pin for pin in pins if pin >= 0], np.int32))
     points = memory.index.points.values()

@@ -105,14 +105,20 @@ class Engine:
             plan = self.planner.plan(now)
         return None if plan.empty else self.packer.pack(plan, now)
 
-    def apply(self, step: StepRecord, result: StepResult, now: int) -> None:
-        """Apply one rank's result and complete the preemptions it allows."""
-        if result.rank == 0:
-            self.verify.observe(result.confidence)
-        if result.status == StepStatus.SKIPPED:
-            self.results.discard(step, result.rank)
-            return
-        for request in self.results.apply(step, result, now):
+    def apply(self, step: StepRecord, results: list[StepResult], now: int) -> None:
+        """Apply the results of some ranks for a step, and complete the preemptions they allow.
+
+        Raises:
+            ProtocolError: a rank's result does not fit; nothing has been applied then.
+        """
+        answered = [result for result in results if result.status != StepStatus.SKIPPED]
+        settled = self.results.apply(step, answered, now) if answered else []
+        for result in results:
+            if result.rank == 0:
+                self.verify.observe(result.confidence)
+            if result.status == StepStatus.SKIPPED:
+                settled += self.results.discard(step, result.rank)
+        for request in settled:
             self.watermark.preempt(request)
 
     def residents(self) -> list[Request]:
@@ -124,12 +130,8 @@ class Engine:
     def requests_in(self, step: StepRecord) -> list[Request]:
         """Live requests with a row in a step."""
         table = self.residency.table
-        return [
-            table.request_at(int(i))
-            for rank in step.ranks
-            for i, gen in zip(rank.index, rank.gen, strict=True)
-            if table.gen[i] == gen
-        ]
+        alive = table.gen[step.rows.index] == step.rows.gen
+        return [table.request_at(i) for i in step.rows.index[alive].tolist()]
 
     def take_counts(self) -> tuple[int, int, int]:
         """Preemptions, output tokens and cached prompt tokens since the last call."""
@@ -143,12 +145,11 @@ class Engine:
         table = self.residency.table
         resident = table.resident()
         uncomputed = table.target[resident] - table.confirmed_kv[resident]
-        inflight = sum(rank.num_tokens for step in self.group.unresolved for rank in step.ranks)
         return msgspec.structs.replace(
             stats,
             max_model_len=self.geometry.max_model_len,
             waiting_tokens=waiting_tokens + int(uncomputed[uncomputed > 0].sum()),
-            inflight_tokens=inflight,
+            inflight_tokens=self.group.inflight_tokens,
             free_blocks=self._sum("num_free"),
             cached_blocks=self._sum("num_evictable"),
             total_blocks=self._sum("total"),

@@ -68,6 +68,14 @@ class Mail:
 
 
 @dataclass(frozen=True, slots=True)
+class StepResults:
+    """Results of any ranks and steps that came together, as (peer, result) in order of arrival:
+    those of one step are applied in one pass."""
+
+    results: list[tuple[str, StepResult]]
+
+
+@dataclass(frozen=True, slots=True)
 class TokenizerUp:
     """The link to a tokenizer is up."""
 
@@ -120,7 +128,15 @@ class Tick:
 
 
 Event = (
-    Mail | TokenizerUp | TokenizerDown | ExecutorUp | ExecutorDown | KvstoreUp | KvstoreDown | Tick
+    Mail
+    | StepResults
+    | TokenizerUp
+    | TokenizerDown
+    | ExecutorUp
+    | ExecutorDown
+    | KvstoreUp
+    | KvstoreDown
+    | Tick
 )
 
 

@@ -19,6 +19,7 @@ class Plan:
     prefill: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
     captures: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
     starved: bool = False  # a row could run but for blocks
+    flags: int = 0  # messages.GroupFlag bits of the step
 
     @property
     def empty(self) -> bool:

@@ -115,6 +115,8 @@ class RequestTable:
         size, self.slots = ranks * slots, slots
         blocks = -(-max_len // block_size) + 1
         self.requests: list[Request | None] = [None] * size
+        self.wire_rid = np.full(size, b"", np.object_)  # the request's id on the wire
+        self.reply_to = np.full(size, "", np.object_)  # its tokenizer
         self.rid = np.zeros(size, np.uint64)
         self.epoch = np.zeros(size, np.uint32)
         self.gen = np.zeros(size, np.uint32)

@@ -12,17 +12,14 @@ from deepmesh.wire.messages import (
 )
 from deepmesh.wire.packed import RESULT
 
-from .group import Group, RankStep, StepRecord
+from .answers import Answers, join
+from .group import Capture, Group, StepRecord, StepRows
 from .logprobs import LogProbs
 from .outbox import Outbox
 from .policy import Geometry
 from .registry import Registry
 from .request import Phase, Request
 from .residency import Residency
-
-
-class ProtocolError(Exception):
-    """A result does not fit the step it answers: this rank's device cannot be trusted."""
 
 
 class Results:
@@ -43,7 +40,7 @@ class Results:
         self._registry = registry
         self._geometry = geometry
         self._maybe_stop = np.zeros(geometry.vocab_size, np.bool_)  # a stop id of any request
-        self._finished: list[tuple[Request, FinishReason]] = []  # of the result being applied
+        self._finished: list[tuple[Request, FinishReason]] = []  # of the results being applied
         self._failed: list[tuple[Request, ErrorCode, str]] = []
         self.output_tokens = 0
 
@@ -51,82 +48,94 @@ class Results:
         """Tokens that may end a request take the careful path."""
         self._maybe_stop[list(stop_ids)] = True
 
-    def apply(self, step: StepRecord, result: StepResult, now: int) -> list[Request]:
-        """Apply one rank's result of its oldest step; returns requests ready to be preempted.
+    def apply(self, step: StepRecord, results: list[StepResult], now: int) -> list[Request]:
+        """Apply the results of some ranks, or all, of their oldest step in one pass.
 
+        Returns:
+            requests ready to be preempted.
         Raises:
-            ProtocolError: rows, tokens or positions do not fit the step.
+            ProtocolError: rows, tokens or positions of a rank do not fit the step; nothing has
+                been applied then.
         """
-        rank_step = step.ranks[result.rank]
-        rows = _read_rows(result, rank_step)
-        counts = rows["num_tokens"].astype(np.int64)
-        offsets = np.cumsum(counts) - counts
-        tokens = np.frombuffer(result.tokens, "<i4")
-        if int(counts.sum()) != len(tokens):
-            raise ProtocolError(f"{len(tokens)} tokens for {int(counts.sum())} announced")
-        alive = self._table.gen[rank_step.index] == rank_step.gen
-        self._check(rank_step, rows, tokens, alive)
-        self._settle(rank_step, rows, alive)
-        fast = self._fast_rows(rank_step, rows, tokens, offsets, alive)
-        self._apply_fast(rank_step, np.flatnonzero(fast), tokens, offsets, now)
-        probs = LogProbs(result, rank_step, counts)
+        answers = join(step, results)
+        rows, found = answers.rows, answers.found
+        alive = self._table.gen[rows.index] == rows.gen
+        self._check(answers, alive)
+        self._settle(rows, found, alive)
+        self._group.waste.overrun_tokens += int(answers.counts[~alive].sum())
+        self._group.waste.null_rows += int(
+            np.count_nonzero(found["done_reason"] == DoneReason.NULL)
+        )
+        fast = self._fast_rows(answers, alive)
+        self._apply_fast(answers, np.flatnonzero(fast), now)
+        probs = LogProbs(answers)
         for row in np.flatnonzero(alive & ~fast).tolist():
-            at = int(offsets[row])
-            self._apply_row(rank_step, rows, row, tokens[at : at + int(counts[row])], probs, now)
-        self._keep_points(step, rank_step, rows, result.rank)
+            self._apply_row(answers, row, probs, now)
+        self._keep_points(step, answers)
         self._outbox.flush_rows(step.step_id, now)
         self._end_requests(now)
-        live = rank_step.index[self._table.gen[rank_step.index] == rank_step.gen]
+        live = rows.index[self._table.gen[rows.index] == rows.gen]
         self._residency.prune_windows(live)
+        return self._leaving(live)
+
+    def discard(self, step: StepRecord, rank: int) -> list[Request]:
+        """The step brought nothing on this rank: its rows count as null rows, fences stay.
+
+        Returns:
+            requests ready to be preempted.
+        """
+        rows = step.part(rank)
+        alive = self._table.gen[rows.index] == rows.gen
+        found = np.zeros(len(rows.index), RESULT)
+        found["kv_len"] = self._table.confirmed_kv[rows.index]
+        self._settle(rows, found, alive)
+        self._group.waste.null_rows += len(rows.index)
+        for capture in step.captures.pop(rank, []):
+            self._residency.release_capture(rank, capture.state_block, step.step_id)
+        return self._leaving(rows.index[alive])
+
+    def _leaving(self, live: NDArray[np.intp]) -> list[Request]:
+        """Those that wait to be preempted and have nothing in flight any more."""
         settled = live[self._table.leaving[live] & (self._table.inflight_rows[live] == 0)]
         return [self._table.request_at(i) for i in settled.tolist()]
 
-    def discard(self, step: StepRecord, rank: int) -> None:
-        """The step brought nothing on this rank: its rows count as null rows, fences stay."""
-        rank_step = step.ranks[rank]
-        alive = self._table.gen[rank_step.index] == rank_step.gen
-        rows = np.zeros(len(rank_step.index), RESULT)
-        rows["kv_len"] = self._table.confirmed_kv[rank_step.index]
-        self._settle(rank_step, rows, alive)
-        for capture in rank_step.captures:
-            self._residency.release_capture(rank, capture.state_block, step.step_id)
-
     # ------------------------------------------------------------ rows
 
-    def _check(
-        self,
-        step: RankStep,
-        rows: NDArray[np.void],
-        tokens: NDArray[np.int32],
-        alive: NDArray[np.bool_],
-    ) -> None:
+    def _check(self, answers: Answers, alive: NDArray[np.bool_]) -> None:
         """A decode row gains a position per token; a chunk brings a token at its end only."""
-        gained = rows["kv_len"].astype(np.int64) - self._table.confirmed_kv[step.index]
-        counts = rows["num_tokens"].astype(np.int64)
-        most = np.where(step.is_prefill, step.sampled, gained)
-        unlike = ~step.is_prefill & (gained != counts) & (rows["done_reason"] != DoneReason.ERROR)
-        wrong = alive & ((gained < 0) | (gained > step.q) | (counts > most) | unlike)
+        rows, counts, tokens = answers.rows, answers.counts, answers.tokens
+        reasons = answers.found["done_reason"]
+        gained = answers.found["kv_len"].astype(np.int64) - self._table.confirmed_kv[rows.index]
+        most = np.where(rows.is_prefill, rows.sampled, gained)
+        failed = (reasons == DoneReason.ERROR) | (reasons == DoneReason.GRAMMAR_ERROR)
+        unlike = ~rows.is_prefill & (gained != counts) & ~failed
+        wrong = alive & ((gained < 0) | (gained > rows.q) | (counts > most) | unlike)
         if wrong.any():
-            row = int(np.flatnonzero(wrong)[0])
-            raise ProtocolError(
-                f"row {row} of {int(step.q[row])} positions gained {int(gained[row])} "
-                f"and brought {int(counts[row])} tokens"
+            row = int(wrong.argmax())
+            raise answers.fault(
+                row,
+                f"of {int(rows.q[row])} positions gained {int(gained[row])} "
+                f"and brought {int(counts[row])} tokens",
             )
-        if len(tokens) and not (
-            int(tokens.min()) >= 0 and int(tokens.max()) < self._geometry.vocab_size
-        ):
-            raise ProtocolError("a sampled token is outside the vocabulary")
+        unknown = (tokens < 0) | (tokens >= self._geometry.vocab_size)
+        if unknown.any():
+            at = int(unknown.argmax())
+            row = int(np.searchsorted(answers.offsets, at, side="right")) - 1
+            raise answers.fault(row, f"sampled {int(tokens[at])}, outside the vocabulary")
 
-    def _settle(self, step: RankStep, rows: NDArray[np.void], alive: NDArray[np.bool_]) -> None:
+    def _settle(self, rows: StepRows, found: NDArray[np.void], alive: NDArray[np.bool_]) -> None:
         """Take back exactly what each row contributed, and move C to what is proven."""
-        table, index = self._table, step.index[alive]
-        table.inflight_q[index] -= step.q[alive]
-        table.inflight_min[index] -= step.least[alive]
+        table, all_alive = self._table, bool(alive.all())
+        live = rows if all_alive else rows.take(alive)
+        index = live.index
+        self._group.inflight_tokens -= int(rows.q.sum())
+        table.inflight_q[index] -= live.q
+        table.inflight_min[index] -= live.least
         table.inflight_rows[index] -= 1
-        table.inflight_tokens[index] -= step.sampled[alive]
-        table.confirmed_kv[index] = rows["kv_len"][alive]
+        table.inflight_tokens[index] -= live.sampled
+        table.confirmed_kv[index] = found["kv_len"] if all_alive else found["kv_len"][alive]
         for row in np.flatnonzero(~alive).tolist():
-            self._residency.settle_zombie(int(step.rid[row]), int(step.epoch[row]))
+            self._residency.settle_zombie(int(rows.rid[row]), int(rows.epoch[row]))
         again = index[
             (table.phase[index] == Phase.DECODE)
             & (table.inflight_rows[index] == 0)
@@ -134,71 +143,55 @@ class Results:
         ]
         table.phase[again] = Phase.PREFILL  # a null row took the last chunk's token
 
-    def _fast_rows(
-        self,
-        step: RankStep,
-        rows: NDArray[np.void],
-        tokens: NDArray[np.int32],
-        offsets: NDArray[np.int64],
-        alive: NDArray[np.bool_],
-    ) -> NDArray[np.bool_]:
+    def _fast_rows(self, answers: Answers, alive: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Rows of steady decode: one token that ends nothing, no logprobs."""
-        table, index = self._table, step.index
-        fast = alive & ~step.is_prefill & (rows["num_tokens"] == 1)
-        fast &= (rows["done_reason"] == DoneReason.NONE) & (table.num_logprobs[index] < 0)
+        rows, table, index = answers.rows, self._table, answers.rows.index
+        fast = alive & ~rows.is_prefill & (answers.counts == 1)
+        fast &= (answers.found["done_reason"] == DoneReason.NONE) & (rows.num_logprobs < 0)
         fast &= table.confirmed[index] + 1 < table.max_len[index]
-        at = np.minimum(offsets, max(0, len(tokens) - 1))
-        if len(tokens):
-            fast &= ~self._maybe_stop[tokens[at]]
+        if len(answers.tokens):
+            at = np.minimum(answers.offsets, len(answers.tokens) - 1)
+            fast &= ~self._maybe_stop[answers.tokens[at]]
         return fast
 
-    def _apply_fast(
-        self,
-        step: RankStep,
-        rows: NDArray[np.intp],
-        tokens: NDArray[np.int32],
-        offsets: NDArray[np.int64],
-        now: int,
-    ) -> None:
-        table, index = self._table, step.index[rows]
-        new = tokens[offsets[rows]]
-        position = table.confirmed[index] - table.prompt_len[index]
-        table.ids[index, table.confirmed[index]] = new
-        table.confirmed[index] += 1
+    def _apply_fast(self, answers: Answers, fast: NDArray[np.intp], now: int) -> None:
+        table, index = self._table, answers.rows.index[fast]
+        new, length = answers.tokens[answers.offsets[fast]], table.confirmed[index]
+        table.ids[index, length] = new
+        table.confirmed[index] = length + 1
         table.progress_ns[index] = now
-        self.output_tokens += len(rows)
-        data, requests = new.tobytes(), [table.request_at(i) for i in index.tolist()]
-        ids = [data[at : at + 4] for at in range(0, len(data), 4)]
-        rids = [request.generate.rid for request in requests]
-        peers = [request.reply_to for request in requests]
-        self._outbox.add_rows(peers, list(map(TokenRow, rids, position.tolist(), ids)))
+        self.output_tokens += len(fast)
+        positions = (length - table.prompt_len[index]).tolist()
+        ids: list[bytes] = new.view("V4").tolist()
+        rows = list(map(TokenRow, table.wire_rid[index].tolist(), positions, ids))
+        self._outbox.add_rows(table.reply_to[index].tolist(), rows)
 
-    def _apply_row(
-        self,
-        step: RankStep,
-        rows: NDArray[np.void],
-        row: int,
-        tokens: NDArray[np.int32],
-        probs: LogProbs,
-        now: int,
-    ) -> None:
-        table, index = self._table, int(step.index[row])
+    def _apply_row(self, answers: Answers, row: int, probs: LogProbs, now: int) -> None:
+        table, index = self._table, int(answers.rows.index[row])
         request = table.request_at(index)
-        reason = int(rows["done_reason"][row])
+        reason, at = int(answers.found["done_reason"][row]), int(answers.offsets[row])
+        tokens = answers.tokens[at : at + int(answers.counts[row])]
         if reason == DoneReason.ERROR:
             detail = "the model's output for this request was not finite"
             self._failed.append((request, ErrorCode.ENGINE_ERROR, detail))
             return
-        if step.is_prefill[row]:
+        if answers.rows.is_prefill[row]:
             table.progress_ns[index] = now
         if reason == DoneReason.NULL and len(tokens) == 0:
             return
         count, end = self._walk(request, index, tokens)
+        is_whole = reason == DoneReason.GRAMMAR and table.grammar[index] and count == len(tokens)
+        if is_whole and end != FinishReason.STOP:
+            end = FinishReason.GRAMMAR  # no length cuts what is complete
         if count:
             self._emit(request, index, tokens[:count], probs, row, now)
+        self._group.waste.overrun_tokens += len(tokens) - count
         if end is not None:
             self._finished.append((request, end))
-        elif reason in (DoneReason.EOS, DoneReason.LENGTH):
+        elif reason == DoneReason.GRAMMAR_ERROR:
+            detail = "the output left the grammar, or the grammar's matcher failed"
+            self._failed.append((request, ErrorCode.GRAMMAR, detail))
+        elif reason in (DoneReason.EOS, DoneReason.LENGTH, DoneReason.GRAMMAR):
             detail = "the device ended the request at a token that does not end it"
             self._failed.append((request, ErrorCode.INTERNAL, detail))
 
@@ -261,33 +254,24 @@ class Results:
             ),
         )
 
-    def _keep_points(
-        self, record: StepRecord, step: RankStep, rows: NDArray[np.void], rank: int
-    ) -> None:
+    def _keep_points(self, step: StepRecord, answers: Answers) -> None:
         """Publish the points that the step reached exactly; the rest of their leases end."""
-        for capture in step.captures:
-            index = int(step.index[capture.row])
-            alive = self._table.gen[index] == step.gen[capture.row]
-            reached = int(rows["kv_len"][capture.row])
-            if alive:
-                self._residency.reached(self._table.request_at(index), capture.position)
-            if alive and reached == capture.position <= self._table.confirmed[index]:
-                request = self._table.request_at(index)
-                self._residency.keep_point(
-                    request, capture.position, capture.state_block, record.step_id
-                )
-            else:
-                self._residency.release_capture(rank, capture.state_block, record.step_id)
+        if not step.captures:
+            return
+        for place, result in enumerate(answers.results):
+            first = int(answers.starts[place]) - step.bounds[result.rank]
+            for capture in step.captures.pop(result.rank, []):
+                row = first + capture.row
+                reached = int(answers.found["kv_len"][row])
+                self._keep_point(step, result.rank, capture, reached)
 
-
-def _read_rows(result: StepResult, step: RankStep) -> NDArray[np.void]:
-    if len(result.rows) % RESULT.itemsize:
-        raise ProtocolError("result rows are cut short")
-    rows = np.frombuffer(result.rows, RESULT)
-    if len(step.index) == 0:
-        return rows[:0]  # the answer to a dummy row
-    if len(rows) != len(step.index):
-        raise ProtocolError(f"{len(rows)} result rows for {len(step.index)} rows of the step")
-    if not (np.array_equal(rows["rid"], step.rid) and np.array_equal(rows["epoch"], step.epoch)):
-        raise ProtocolError("result rows are not those of the step")
-    return rows
+    def _keep_point(self, step: StepRecord, rank: int, capture: Capture, reached: int) -> None:
+        index = int(step.rows.index[capture.row])
+        alive = self._table.gen[index] == step.rows.gen[capture.row]
+        if alive:
+            self._residency.reached(self._table.request_at(index), capture.position)
+        if alive and reached == capture.position <= self._table.confirmed[index]:
+            request = self._table.request_at(index)
+            self._residency.keep_point(request, capture.position, capture.state_block, step.step_id)
+        else:
+            self._residency.release_capture(rank, capture.state_block, step.step_id)

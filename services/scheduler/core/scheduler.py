@@ -14,7 +14,6 @@ from deepmesh.wire.messages import (
     ReplicaStats,
     Shutdown,
     StepResult,
-    StepStatus,
     StopAt,
 )
 
@@ -28,22 +27,21 @@ from .events import (
     ExecutorUp,
     Incoming,
     Mail,
+    StepResults,
     Tick,
     TokenizerDown,
     TokenizerUp,
 )
-from .group import Group, group_step_of
+from .group import Group
 from .intake import Intake
 from .outbox import Outbox
 from .registry import Registry
 from .request import Request
-from .results import ProtocolError
 from .session import Session
+from .steps import Steps
 from .waiting import WaitingQueue
 
 TIMER_NS = 250_000_000
-HANG_NS = 60_000_000_000  # without a result; more where steps have been slow so far
-HANG_STEPS = 20
 
 
 class Scheduler:
@@ -88,11 +86,11 @@ class Scheduler:
             max_unacked=max_unacked,
             choose_kind=choose_kind or policy.choose,
         )
+        self._steps = Steps(self.group, self._session, self.outbox)
         self._served_model = served_model
         self._max_unacked = max_unacked
         self._incarnations: dict[str, bytes] = {}
         self._drain_deadline_ns = 0
-        self._slowest_ns = self._progress_ns = 0
         self._next_timer_ns = 0
 
     # ------------------------------------------------------------ the interface
@@ -105,6 +103,8 @@ class Scheduler:
                 self._plan(now)
             case Mail(peer, message):
                 self._mail(peer, message, now)
+            case StepResults(results):
+                self._steps.take([result for _, result in results], now)
             case TokenizerUp(peer, incarnation):
                 self._tokenizer_up(peer, incarnation, now)
             case TokenizerDown(peer):
@@ -163,10 +163,9 @@ class Scheduler:
     def _mail(self, peer: str, message: Incoming, now: int) -> None:
         match message:
             case StepResult():
-                self._step_result(message, now)
+                self._steps.take([message], now)
             case GpuDone():
-                if message.engine_epoch == self.group.engine_epoch:
-                    self._advance(message.rank, message.gpu_done)
+                self._steps.gpu_done(message, now)
             case Generate():
                 self._generate(message, now)
             case Ack():
@@ -226,46 +225,6 @@ class Scheduler:
             for rank, step in enumerate(steps):
                 self.outbox.send(group.peers[rank], step)
 
-    def _step_result(self, result: StepResult, now: int) -> None:
-        engine, group = self.engine, self.group
-        if engine is None or result.engine_epoch != group.engine_epoch:
-            return  # an older epoch: its leases went with its pools
-        step = group.oldest_for(result.rank) if 0 <= result.rank < group.ranks else None
-        if step is None or result.step_id < step.step_id:
-            return  # a duplicate
-        try:
-            if result.step_id != step.step_id:
-                raise ProtocolError(f"result of step {result.step_id} before {step.step_id}")
-            if result.status == StepStatus.ERROR:
-                raise ProtocolError(result.error or "the device failed")
-            engine.apply(step, result, now)
-        except ProtocolError as error:
-            self.outbox.note(
-                "error",
-                "step failed",
-                step=group_step_of(step.step_id),
-                rank=result.rank,
-                error=str(error),
-            )
-            self._session.restart(now, str(error), faulty=step)
-            return
-        self._advance(result.rank, result.gpu_done)
-        step.begin_ns = max(step.begin_ns, result.times.begin_ns)
-        step.end_ns = max(step.end_ns, result.times.end_ns)
-        group.applied[result.rank] = step.step_id
-        self._progress_ns = now
-        step.pending.discard(result.rank)
-        if not step.pending:
-            group.unresolved.remove(step)
-            self._slowest_ns = max(self._slowest_ns, now - step.planned_ns)
-            self._session.step_ended(step, now)
-        self._session.count(engine)
-
-    def _advance(self, rank: int, gpu_done: int) -> None:
-        if self.engine is not None and gpu_done > self.group.gpu_done[rank]:
-            self.group.gpu_done[rank] = gpu_done
-            self.engine.memories[rank].advance(gpu_done)
-
     # ------------------------------------------------------------ timers
 
     def _drain(self, deadline_ns: int) -> None:
@@ -279,10 +238,7 @@ class Scheduler:
             return
         self._next_timer_ns = now + TIMER_NS
         self.registry.expire(now)
-        step = self.group.unresolved[0] if self.group.unresolved else None
-        patience_ns = max(HANG_NS, HANG_STEPS * self._slowest_ns)
-        if step is not None and now - max(step.planned_ns, self._progress_ns) > patience_ns:
-            self._session.hung(step, now)
+        self._steps.watch(now)
         for request in list(self.registry.live.values()):
             self._check_timers(request, now)
 

@@ -72,8 +72,10 @@ class Session:
             self.restart(now, f"executor of rank {rank} is lost", faulty=None)
 
     def hung(self, step: StepRecord, now: int) -> None:
-        """Ranks that owe a result for too long are taken for dead, whatever their links say."""
-        ranks = sorted(step.pending)
+        """Ranks that owe a result, or the step's end on the device, for too long are taken for
+        dead, whatever their links say."""
+        done = self._group.gpu_done
+        ranks = sorted(step.pending) or [r for r, at in enumerate(done) if at < step.step_id]
         for rank in ranks:
             peer = self._group.peers.pop(rank, None)
             self._group.loaded.discard(rank)
@@ -203,7 +205,7 @@ class Session:
                 group_step=group_step_of(step.step_id),
                 kind=step.kind,
                 num_rows=step.num_rows,
-                num_tokens=sum(rank.num_tokens for rank in step.ranks),
+                num_tokens=step.num_tokens,
                 planned_ns=step.planned_ns,
                 applied_ns=now,
                 begin_ns=step.begin_ns,
