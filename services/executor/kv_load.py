@@ -1,10 +1,10 @@
 """A load: from a kvstore to the device's blocks."""
 
-import zlib
 from collections.abc import Sequence
 
 import numpy as np
 
+from deepmesh.checksum import crc32
 from deepmesh.wire.messages import Blocks, BlocksRead, GetBlocks, KvItem, KvStatus, KvTier
 from services.executor.kv_link import Answer
 from services.executor.kv_ops import Op, Payload
@@ -34,7 +34,7 @@ class LoadOp(Op):
             attached = left.pop(0) if left and not item.extents else None
             if item.parts != payload.parts or not self._read(payload, item, attached):
                 continue  # of another layout, or out of a file that we do not see
-            if zlib.crc32(payload.memory.data) == item.checksum:
+            if crc32(payload.memory.data) == item.checksum:
                 self._good.append(payload)
             else:
                 damaged.append(at)

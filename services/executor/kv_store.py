@@ -1,8 +1,8 @@
 """A store: from the device's blocks to a kvstore."""
 
-import zlib
 from collections.abc import Sequence
 
+from deepmesh.checksum import crc32
 from deepmesh.wire.messages import (
     Blocks,
     KvItem,
@@ -76,7 +76,7 @@ class StoreOp(Op):
             if self.link.file is None or not self.link.file.write(extents, payload.memory):
                 extents = []
                 attachments.append(payload.memory.tobytes())
-            move, checksum = payload.move, zlib.crc32(payload.memory.data)
+            move, checksum = payload.move, crc32(payload.memory.data)
             items.append(KvItem(move.hash, move.kind, payload.parts, checksum, extents=extents))
         op_id, self._reserved_id = self._reserved_id or self.link.new_id(), 0
         order = PutBlocks(op_id, self.order.engine_epoch, items, self.order.traceparent)

@@ -1,13 +1,13 @@
 """Blocks and points in memory and on disk: carries out what the store decides."""
 
 import logging
-import zlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 
+from deepmesh.checksum import crc32
 from deepmesh.wire.messages import KvKind, KvTier, Pool
 
 from .eviction import TierRoom
@@ -61,7 +61,7 @@ class BlockTiers:
             self.store.touch(key)
             return kept
         entry = Entry.of(parts, checksum)
-        if len(payload) != entry.num_bytes or zlib.crc32(payload) != checksum:
+        if len(payload) != entry.num_bytes or crc32(payload) != checksum:
             self.counters["bad_puts"] += 1
             return KvTier.NONE
         self._promote(key, entry, payload)

@@ -8,10 +8,11 @@ but shows no wrong data either.
 
 import errno
 import os
-import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+
+from deepmesh.checksum import crc32
 
 from .files import AppendFile, WriteAt, lock_file
 from .journal import Added, Journal, Removed, Replay
@@ -201,7 +202,7 @@ class DiskTier:
                 payload = os.pread(file.fileno(), record.num_bytes, record.offset)
         except OSError:
             return None
-        good = len(payload) == record.num_bytes and zlib.crc32(payload) == record.checksum
+        good = len(payload) == record.num_bytes and crc32(payload) == record.checksum
         return payload if good else None
 
     def _make_room(self, num_bytes: int) -> None:

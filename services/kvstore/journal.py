@@ -6,13 +6,14 @@ is MessagePack, too. Where the stream cannot be read, reading goes on at the nex
 
 import mmap
 import os
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol, cast
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs]: it has none
 import msgspec
+
+from deepmesh.checksum import crc32
 
 from .files import AppendFile, WriteAt
 
@@ -48,7 +49,7 @@ _decoder = msgspec.msgpack.Decoder(Record)
 def pack(record: Record) -> bytes:
     """One record as it stands in the file."""
     body = _encoder.encode(record)
-    return _encoder.encode((MARK, zlib.crc32(body), body))
+    return _encoder.encode((MARK, crc32(body), body))
 
 
 class Replay:
@@ -114,7 +115,7 @@ def _make_unpacker() -> _Unpacker:
 def _check(value: object) -> Record | None:
     try:
         mark, checksum, body = msgspec.convert(value, tuple[bytes, int, bytes])
-        if mark == MARK and checksum == zlib.crc32(body):
+        if mark == MARK and checksum == crc32(body):
             return _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None

@@ -3,9 +3,10 @@
 import logging
 import mmap
 import os
-import zlib
 from collections.abc import Callable
 from pathlib import Path
+
+from deepmesh.checksum import crc32
 
 from .eviction import Key
 from .files import lock_file
@@ -134,12 +135,12 @@ class MemoryTier:
             return self.read(key, checksum)
         ((at, size),) = extents
         payload = memoryview(self._map)[at : at + size]
-        return payload if zlib.crc32(payload) == checksum else None
+        return payload if crc32(payload) == checksum else None
 
     def read(self, key: Key, checksum: int) -> bytes | None:
         """A copy of the payload; None when it is not what was written."""
         payload = b"".join(self._map[at : at + size] for at, size in self.extents(key))
-        return payload if zlib.crc32(payload) == checksum else None
+        return payload if crc32(payload) == checksum else None
 
     def close(self) -> None:
         """Unmap the file; removing it is the folder's work."""

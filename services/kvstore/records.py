@@ -1,10 +1,11 @@
 """Small records with a time to live (stored responses, batches), each seen by its owner only."""
 
 import heapq
-import zlib
 from collections.abc import Iterator
 
 import msgspec
+
+from deepmesh.checksum import crc32
 
 from .tier import ColdTier, Stored, TierError
 
@@ -87,7 +88,7 @@ class RecordBook:
             meta = msgspec.msgpack.encode(_Meta(expires_s))
             name = msgspec.msgpack.encode(key)
             try:
-                self._tier.write(Stored(name, meta, len(data), zlib.crc32(data)), data)
+                self._tier.write(Stored(name, meta, len(data), crc32(data)), data)
             except TierError as error:
                 raise NoRoom(str(error)) from error
         self._forget(key)

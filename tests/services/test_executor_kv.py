@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from deepmesh.config import Config
 from deepmesh.wire.messages import (
     KvKind,
     KvMove,
@@ -14,8 +15,11 @@ from deepmesh.wire.messages import (
     Pool,
     Reset,
     StepStatus,
+    SubmitStep,
 )
 from services.executor.fake import FakeEngine
+from services.executor.interface import LiveRows, Sampled
+from services.executor.slots import SlotTable
 from tests.services import kvstore_harness
 from tests.services.executor_kv_rig import POINT, PROMPT, block, make_config, name, rig
 
@@ -61,14 +65,30 @@ def test_the_fake_finds_out_about_a_block_loaded_to_the_wrong_place(tmp_path: Pa
             assert second.host.take().status is StepStatus.ERROR
 
 
+class Gated(FakeEngine):
+    """Computes nothing before it is told to."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.gate = threading.Event()
+
+    def compute(self, live: LiveRows, slots: SlotTable, step: SubmitStep) -> Sampled:
+        self.gate.wait(20)
+        return super().compute(live, slots, step)
+
+
 def test_a_store_reads_what_its_step_has_written(tmp_path: Path) -> None:
-    config = make_config(tmp_path, step_ms=100.0)
-    with kvstore_harness.running(config), rig(config) as made:
+    config = make_config(tmp_path)
+    engine = Gated(config)
+    with kvstore_harness.running(config), rig(config, engine) as made:
+        host = made.host
+        host.submit(host.row(host.admit(PROMPT[:5], 2)))  # holds the stream
         _, moves, step = made.prefill()
         before = made.bytes_of(*moves[0].blocks[0])
-        made.done(made.store(*moves, after_step=step))
-        assert made.host.in_flight, "the step's result may come before, its tail must"
-        made.host.take()
+        stored = made.store(*moves, after_step=step)
+        made.wait_active(1)
+        engine.gate.set()
+        assert made.done(stored).status is KvStatus.OK
         written = made.bytes_of(*moves[0].blocks[0])
         assert written != before
         made.done(made.load(block(0, 60)))
@@ -236,23 +256,17 @@ def test_an_op_ends_at_its_deadline(tmp_path: Path) -> None:
 def test_a_copy_that_waits_for_the_device_ends_at_its_deadline(tmp_path: Path) -> None:
     """The step takes longer than the op may: its blocks must not be touched afterwards."""
     config = make_config(tmp_path)
-    gate = threading.Event()
-
-    class Gated(FakeEngine):
-        def compute(self, *args: object):  # noqa: ANN202
-            gate.wait(20)
-            return super().compute(*args)  # pyright: ignore[reportArgumentType]
-
+    engine = Gated(config)
     with (
         kvstore_harness.running(config),
-        rig(config, Gated(config), deadline_s=0.3) as made,
+        rig(config, engine, deadline_s=0.3) as made,
     ):
         made.write(Pool.GLOBAL, 1, seed=1)
         assert made.done(made.store(block(0, 1))).status is KvStatus.OK
         before = made.bytes_of(Pool.GLOBAL, 40)
         step = made.host.submit(made.host.row(made.host.admit(PROMPT, 2)))
         assert made.done(made.load(block(0, 40), after_step=step)).status is KvStatus.ERROR
-        gate.set()
+        engine.gate.set()
         made.host.take()
         made.host.submit()
         made.host.take()
