@@ -188,7 +188,7 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 64, 256])
     parser.add_argument("--step-ms", type=float, nargs="+", default=[5.0, 20.0])
     parser.add_argument("--depth", type=int, nargs="+", default=[1, 2], choices=[1, 2, 3])
     parser.add_argument("--speculation", type=_switch, nargs="+", default=[False, True])

@@ -82,6 +82,7 @@ def choose(
     """The matrix; added work at its hardest plain point, and the whole mesh once."""
     axes = product(step_ms, rows, depths, speculation, grammar)
     cases = [Case(r, ms, depth, drafts, masks) for ms, r, depth, drafts, masks in axes]
-    hardest = Case(max(rows), min(step_ms), max(depths))
-    cases += [replace(hardest, work=work) for work in works]
+    if rows:
+        hardest = Case(max(rows), min(step_ms), max(depths))
+        cases += [replace(hardest, work=work) for work in works]
     return cases + [Case(32, 20.0, 2, whole_mesh=True)] * with_mesh
