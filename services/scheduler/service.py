@@ -39,6 +39,7 @@ from .core.events import (
     RequestEnded,
     Send,
     StepEnded,
+    StepResults,
     Tick,
     TokenizerDown,
     TokenizerUp,
@@ -102,13 +103,24 @@ class SchedulerService:
     # ------------------------------------------------------------ the loop
 
     def _turn(self, timeout_s: float) -> None:
-        """Everything that is there, then one Tick: mail is in, plan."""
+        """Everything that is there, then one Tick: mail is in, plan. Results are applied last, and
+        together, unless a peer comes or goes behind them: that may end the engine epoch."""
+        results: list[tuple[str, StepResult]] = []
         for event in self.inbox.wait(timeout_s):
+            if isinstance(event, LinkMail) and isinstance(event.message, StepResult):
+                self._traces.hop(event)
+                results.append((event.peer.name, event.message))
+                continue
+            if results and not isinstance(event, LinkMail):
+                self._handle(StepResults(results))
+                results = []
             known = self._translate(event)
             if known is not None:
                 self._handle(known)
         for order in self._take_orders():
             self._handle(Mail("", order))
+        if results:
+            self._handle(StepResults(results))
         self._handle(Tick())
         self._epochs.note(self.core.group.engine_epoch)
         self._announce()

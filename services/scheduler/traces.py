@@ -33,7 +33,8 @@ class Traces:
         self._tracer, self._name = tracer, name
         self._lengths: OrderedDict[int, int] = OrderedDict()  # group step -> ns
         self._base = 0  # step id minus number, in the present engine epoch
-        self._hops: dict[int, list[tuple[Mail, StepResult]]] = {}  # unresolved steps
+        self._hops: dict[int, list[tuple[Mail, StepResult]]] = {}  # unresolved, sampled steps
+        self._sampled = (0, False)  # the last step that was asked about
 
     def hop(self, mail: Mail) -> None:
         """The way of a message over the wire."""
@@ -44,13 +45,20 @@ class Traces:
                     "from": mail.peer.name,
                 }
                 self._tracer.record(SPAN_HOP, parent, mail.sent_ns, mail.received_ns, attributes)
-            case StepResult() as result:
+            case StepResult() as result if self._is_sampled(result.step_id):
                 step = group_step_of(result.step_id)
                 if len(self._hops) > MAX_HOPS:
                     self._hops.clear()  # late results of abandoned steps
                 self._hops.setdefault(step, []).append((mail, result))
             case _:
                 return
+
+    def _is_sampled(self, step_id: int) -> bool:
+        """Whether a step is traced: known from its id, so that the others cost nothing a rank."""
+        if self._sampled[0] != step_id:
+            own = self._tracer.step_traceparent(self._name, step_id)
+            self._sampled = (step_id, is_sampled(own))
+        return self._sampled[1]
 
     def step(self, step: StepEnded) -> None:
         """A group step: submitted to the last rank's result, with its forwards and hops."""
