@@ -213,7 +213,7 @@ class StreamExecutor:
             clock.finish()
             self._tail(job, after)
         if step.descriptor.flags:
-            _log.info("behind group step %d: %s", step.group_step, GroupFlag(step.descriptor.flags))
+            _log.info("behind group step %d: %s", step.group_step, _names(step.descriptor.flags))
 
     def _await_epoch(self, step: SubmitStep, reason: str) -> None:
         """The scheduler learns of a dead peer, or of a step that failed there, from others than
@@ -301,3 +301,8 @@ class StreamExecutor:
             self._results.append(GpuDone(self._epoch, self._rank, self._gpu_done, ops_done))
             self._changed.notify_all()
         self._on_result()
+
+
+def _names(flags: int) -> str:
+    """Of the control operations that a group step brings."""
+    return ", ".join(flag.name for flag in GroupFlag if flags & flag) or hex(flags)

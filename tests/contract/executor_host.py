@@ -184,6 +184,7 @@ class Host:
         close: Sequence[Request] = (),
         cancel: Sequence[Request] = (),
         epoch: int | None = None,
+        flags: int = 0,
     ) -> int:
         """Send a step; the id of it."""
         self.step_id += 1
@@ -200,7 +201,9 @@ class Host:
                 self.step_id,
                 group_step=self.step_id & 0xFFFF,
                 group_epoch=1,
-                descriptor=Descriptor(StepKind.MIXED, int(packed["q"].sum()), len(rows)),
+                descriptor=Descriptor(
+                    StepKind.MIXED, int(packed["q"].sum()), len(rows), flags=flags
+                ),
                 rows=packed.tobytes(),
                 init=inits,
                 blocks=np.array(blocks, BLOCK).tobytes(),

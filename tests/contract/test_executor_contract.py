@@ -1,5 +1,6 @@
 """What every executor does, whatever computes its tokens."""
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -15,6 +16,7 @@ from deepmesh.wire.messages import (
     DoneReason,
     GpuDone,
     Grammar,
+    GroupFlag,
     Load,
     OpKind,
     Pool,
@@ -438,6 +440,23 @@ def test_logprobs_come_for_those_who_ask(new_host: Callable[..., Host]) -> None:
     assert top_ids[0] == unpack_ids(result.tokens)[2]  # greedy: the best one
     assert top_logprobs[0] == logprobs[2]
     assert (np.diff(top_logprobs) <= 0).all()
+
+
+def test_a_pause_lets_the_stream_run_dry_and_the_next_step_goes_on(
+    new_host: Callable[..., Host], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "services.executor.stream")
+    expected = alone(new_host, prompt(10), 4)
+    host = new_host()
+    request = host.admit(prompt(10), 4)
+    host.submit(host.row(request))
+    last = host.submit(host.row(request), flags=GroupFlag.PAUSE)
+    host.take()
+    assert host.take().gpu_done == last
+    assert host.executor.poll(0.05) is None
+    host.run(request)
+    assert request.output == expected.output
+    assert [r.getMessage() for r in caplog.records if "PAUSE" in r.getMessage()]
 
 
 def test_submit_returns_at_once(new_host: Callable[..., Host]) -> None:
