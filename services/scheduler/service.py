@@ -67,7 +67,6 @@ class SchedulerService:
             numerics=config.executor.numerics,
             ranks=config.executor.ranks,
             max_unacked=config.tokenizer.unacked_events,
-            kvstores=config.kvstore.count,
             first_epoch=self._epochs.first,
         )
         me = Identity.new("scheduler", self.name, config)
