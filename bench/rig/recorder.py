@@ -15,7 +15,7 @@ import msgspec
 from deepmesh import log, telemetry
 from deepmesh.config import load_config
 from deepmesh.wire.messages import StepResult, SubmitStep
-from services.scheduler.core.events import Action, Event, Mail, Send
+from services.scheduler.core.events import Action, Event, Mail, Send, StepResults
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.service import SchedulerService
 
@@ -38,11 +38,13 @@ class RecordedCore:
     def handle(self, event: Event, now: int) -> list[Action]:
         """See `Scheduler`."""
         match event:
-            case Mail(message=StepResult() as result) if result.rank == 0:
-                self.recording.results.append(result)
+            case Mail(message=StepResult() as result):
+                self._note(result)
+            case StepResults(results):
+                for _, result in results:
+                    self._note(result)
             case _:
-                for _, result in getattr(event, "results", ()):
-                    self.recording.results += [result] if result.rank == 0 else []
+                pass
         actions = self._core.handle(event, now)
         for action in actions:
             match action:
@@ -52,6 +54,10 @@ class RecordedCore:
                 case _:
                     pass
         return actions
+
+    def _note(self, result: StepResult) -> None:
+        if result.rank == 0:
+            self.recording.results.append(result)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._core, name)
