@@ -18,7 +18,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from deepmesh.addresses import bind_address, check_address
 from deepmesh.config import LinksConfig
-from deepmesh.wire import codec, curve, zap
+from deepmesh.wire import codec, curve, names, zap
 from deepmesh.wire.link import Arrival, Identity, Link, LinkEvent, Mail, Peer, PeerDown, PeerUp
 from deepmesh.wire.messages import (
     PROTOCOL_MAJOR,
@@ -351,6 +351,8 @@ class Dialer(_Endpoint):
         self._server_keys = () if self._keys is None else self._keys.keys_at(address)
         self._num_failed = 0  # handshakes
         self._redial_at = 0.0  # after a failed one
+        self._lookup = names.Lookup.of(address)
+        self._target = "" if self._lookup else address  # what the socket connects to
         self._open()
 
     @property
@@ -402,7 +404,8 @@ class Dialer(_Endpoint):
             server_key = self._server_keys[self._num_failed % len(self._server_keys)]
             curve.encrypt_dialler(self.socket, self._keys, server_key)
         self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | failures)
-        self.socket.connect(self.address)
+        if self._target:
+            self.socket.connect(self._target)
         self.generation += 1
         self._link = Link(now=time.monotonic(), max_outbox=self._links_config.max_outbox)
         self._link.post(self.me.hello())
@@ -460,6 +463,16 @@ class Dialer(_Endpoint):
         if closed and (self._link.peer is not None or not self._link.outbox):
             raise _LinkBroken("connection closed")
 
+    def _follow_name(self, lookup: names.Lookup) -> None:
+        """Connect to where the name leads now; it may lead elsewhere after a restart."""
+        lookup.ask()
+        target = lookup.numeric(self._target)
+        if target != self._target:
+            if self._target:
+                self.socket.disconnect(self._target)
+            self.socket.connect(target)
+            self._target = target
+
     def _note_failure(self, reason: str) -> None:
         """A handshake failed: say so, and dial again soon, perhaps with another key."""
         self.counters["failed_handshakes"] += 1
@@ -474,6 +487,8 @@ class Dialer(_Endpoint):
         now = time.monotonic()
         if self._redial_at and now >= self._redial_at:
             raise _LinkBroken("failed handshake")
+        if self._lookup is not None and self._link.peer is None:
+            self._follow_name(self._lookup)
         if self._link.peer is not None and not self._beat(self._link, now):
             raise _LinkBroken("outbox is full")
         if now - self._link.last_heard > self._links_config.timeout_s:

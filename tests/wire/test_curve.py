@@ -326,6 +326,18 @@ def test_plain_tcp_stays_on_this_machine() -> None:
     listener.close()
 
 
+def test_a_name_is_followed_to_its_host(hosts: Hosts, caplog: pytest.LogCaptureFixture) -> None:
+    hosts.address = f"tcp://LOCALHOST:{free_port()}"  # looked up, unlike "localhost"
+    dialer = hosts.dialer("ours")
+    assert dialer.receive() == []
+    listener = hosts.listener("ours")
+    with inbox_of(listener, dialer) as inbox:
+        wait(inbox, both_up)
+    hosts.address = "tcp://no-such-host.invalid:7000"
+    with caplog.at_level(logging.WARNING), inbox_of(hosts.dialer("ours")) as inbox:
+        wait(inbox, lambda _: "no-such-host.invalid" in caplog.text)
+
+
 def test_a_listener_binds_where_it_is_told(hosts: Hosts) -> None:
     hosts.address = f"tcp://mesh-host-that-is-not-there:{free_port()}"
     path = hosts.folder / "bound.toml"
