@@ -11,6 +11,7 @@ from deepmesh.cli.demo import demo
 from deepmesh.cli.doctor import doctor
 from deepmesh.cli.keys import keys
 from deepmesh.cli.model import inspect
+from deepmesh.cli.pause import pause, resume
 from deepmesh.cli.serve import serve
 from deepmesh.cli.status import status
 from deepmesh.cli.trace import trace
@@ -29,6 +30,8 @@ app.command()(chat)
 app.command()(demo)
 app.command()(doctor)
 app.command()(trace)
+app.command()(pause)
+app.command()(resume)
 app.command()(keys)
 app.command(
     context_settings=dict[str, bool | list[str]](

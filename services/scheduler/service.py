@@ -19,13 +19,17 @@ from deepmesh.wire.messages import (
     Drain,
     Generate,
     GpuDone,
+    Hits,
+    OpDone,
+    Pause,
     Progress,
+    Resume,
     ServiceStats,
     Shutdown,
     StepResult,
     StopAt,
 )
-from deepmesh.wire.sockets import Identity, LinkEvent, Listener, PeerDown, PeerUp
+from deepmesh.wire.sockets import Dialer, Identity, LinkEvent, Listener, Peer, PeerDown, PeerUp
 from deepmesh.wire.sockets import Mail as LinkMail
 
 from .checkup import Checkup
@@ -34,6 +38,8 @@ from .core.events import (
     Event,
     ExecutorDown,
     ExecutorUp,
+    KvstoreDown,
+    KvstoreUp,
     Mail,
     Note,
     RequestEnded,
@@ -54,7 +60,7 @@ _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARN
 
 
 class SchedulerService:
-    """One scheduler process: tokenizers and executors dial in at its address."""
+    """One scheduler process: tokenizers and executors dial in, it dials the kvstores."""
 
     def __init__(self, config: Config, *, index: int, tracer: Tracer) -> None:
         self.name = f"scheduler-{index}"
@@ -67,16 +73,22 @@ class SchedulerService:
             numerics=config.executor.numerics,
             ranks=config.executor.ranks,
             max_unacked=config.tokenizer.unacked_events,
+            kvstores=config.kvstore.count,
             first_epoch=self._epochs.first,
         )
         me = Identity.new("scheduler", self.name, config)
         self.listener = Listener(config.scheduler_address(index), me, config.links, self._stats)
-        self.inbox = Inbox(self.listener)
+        self._kvstores = [
+            Dialer(config.kvstore_address(index), me, config.links, self._stats)
+            for index in range(config.kvstore.count)
+        ]
+        self._kvstore_indices: dict[str, int] = {}  # of those that are up, by name
+        self.inbox = Inbox(self.listener, *self._kvstores)
         self._ready = Readiness(config.mesh.run_dir, self.name, lambda: self._stats().ready)
         self._traces = Traces(tracer, self.name)
         self._checkup = Checkup(self.core)
         self._stops = self._stops_taken = 0
-        self._announced = (False, False)  # ready, draining
+        self._announced = (False, False, False)  # ready, draining, paused
 
     def stop(self) -> None:
         """Drain; asked again, end at once. Safe from signal handlers and other threads."""
@@ -127,8 +139,8 @@ class SchedulerService:
         self._ready.look()
 
     def _announce(self) -> None:
-        """Whether it takes requests is news that cannot wait for the next heartbeat."""
-        state = (self.core.group.ready, self.core.intake.draining)
+        """Whether it takes and runs requests is news that cannot wait for the next heartbeat."""
+        state = (self.core.group.ready, self.core.intake.draining, self.core.is_paused)
         if state != self._announced:
             self._announced = state
             self.listener.announce()
@@ -147,14 +159,31 @@ class SchedulerService:
                 _log.info("%s is up", peer.name)
                 if peer.service == "executor":
                     return ExecutorUp(peer.name, _rank_of(peer.name))
+                if peer.service == "kvstore":
+                    return self._kvstore_up(peer)
+                if peer.service == "operator":
+                    return None  # it gives orders and owns nothing here
                 return TokenizerUp(peer.name, peer.incarnation)
             case PeerDown(peer, reason):
                 _log.warning("%s is lost: %s", peer.name, reason)
                 if peer.service == "executor":
                     return ExecutorDown(peer.name, _rank_of(peer.name))
+                if peer.service == "kvstore":
+                    index = self._kvstore_indices.pop(peer.name, None)
+                    return KvstoreDown(peer.name, index) if index is not None else None
+                if peer.service == "operator":
+                    return None
                 return TokenizerDown(peer.name)
             case LinkMail():
                 return self._mail(event)
+
+    def _kvstore_up(self, peer: Peer) -> KvstoreUp | None:
+        for index, dialer in enumerate(self._kvstores):
+            if dialer.peer is peer:
+                self._kvstore_indices[peer.name] = index
+                return KvstoreUp(peer.name, index)
+        _log.warning("%s dialled in; kvstores are dialled", peer.name)
+        return None
 
     def _mail(self, mail: LinkMail) -> Mail | None:
         self._traces.hop(mail)
@@ -169,7 +198,11 @@ class SchedulerService:
                 | GpuDone()
                 | Capacity()
                 | Progress()
+                | OpDone()
+                | Hits()
                 | Drain()
+                | Pause()
+                | Resume()
                 | Shutdown()
             ) as message:
                 return Mail(mail.peer.name, message)
@@ -180,7 +213,11 @@ class SchedulerService:
     def _carry_out(self, action: Action) -> None:
         match action:
             case Send(peer, message):
-                self.listener.send(peer, message)  # a lost peer shows as PeerDown, which requeues
+                index = self._kvstore_indices.get(peer)
+                if index is not None:
+                    self._kvstores[index].send(message)
+                else:  # a lost peer shows as PeerDown, which requeues
+                    self.listener.send(peer, message)
             case Note(level, text, fields):
                 line = " ".join([text, *(f"{key}={value}" for key, value in fields.items())])
                 _log.log(_LEVELS.get(level, logging.ERROR), "%s", line)

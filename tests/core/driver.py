@@ -84,6 +84,7 @@ class Driver:
         *,
         max_unacked: int = 2048,
         load: bool = True,
+        kvstores: int = 0,
         choose_kind: ChooseKind | None = None,
         **capacity: int | bool | str,
     ) -> None:
@@ -94,6 +95,7 @@ class Driver:
             model="m",
             served_model="tiny",
             max_unacked=max_unacked,
+            kvstores=kvstores,
             choose_kind=choose_kind,
         )
         self.device = Device(self.capacity, 0)

@@ -197,6 +197,7 @@ def test_a_drain_that_takes_too_long_ends_the_rest_as_overloaded() -> None:
     (failed,) = request.terminals
     assert isinstance(failed, Failed)
     assert failed.code == ErrorCode.OVERLOADED
+    driver.run()
     assert driver.core.drained
 
 

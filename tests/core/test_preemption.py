@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 
 from deepmesh.wire.messages import Pool
-from services.scheduler.core.planner import NON_PREEMPTIBLE_AFTER
+from services.scheduler.core.watermark import NON_PREEMPTIBLE_AFTER
 from tests.core.driver import CONFIG, Driver
 
 SMALL = replace(CONFIG, prefix_cache=False)

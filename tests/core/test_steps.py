@@ -74,12 +74,12 @@ def test_decode_rows_ride_along_with_a_prefill_chunk() -> None:
     driver.assert_clean()
 
 
-def test_prefill_goes_oldest_first_and_the_next_takes_what_is_left() -> None:
+def test_who_has_not_begun_gets_one_grid_chunk_and_the_oldest_gets_what_is_left() -> None:
     driver = Driver(replace(CONFIG, step_tokens=32))
     driver.ask(96, max_tokens=1)
     driver.ask(8, max_tokens=1)
     driver.run()
-    assert [spans(driver, at).widths for at in range(4)] == [[32], [32], [16, 8], [16]]
+    assert [spans(driver, at).widths for at in range(4)] == [[16, 8], [32], [32], [16]]
     driver.assert_clean()
 
 

@@ -1,16 +1,20 @@
-"""Who enters next, and on which rank: the head of the queue, where there is room for all of it."""
+"""Who enters next, and on which rank: the head of the queue, where it costs least time."""
+
+from collections.abc import Iterator, Set
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deepmesh.wire.messages import Pool
-
-from .policy import least_alone
+from .costs import Costs
+from .placement import RankLoads
 from .prefix_index import Hit, extend_chain
 from .request import Phase, Request
 from .residency import Residency
+from .transfers import Transfers
 from .waiting import WaitingQueue
 from .watermark import Watermark
+
+AWAIT_STEPS = 8  # beyond what its own prefill takes twice, a request awaits an equal prefix
 
 
 class Admission:
@@ -23,6 +27,8 @@ class Admission:
         waiting: WaitingQueue,
         watermark: Watermark,
         *,
+        transfers: Transfers,
+        costs: Costs,
         prefix_cache: bool,
         max_unacked: int,
     ) -> None:
@@ -31,50 +37,101 @@ class Admission:
         self._geometry = residency.geometry
         self._waiting = waiting
         self._watermark = watermark
+        self._loads, self._writes = transfers.loads, transfers.writes
+        self._costs = costs
         self._prefix_cache = prefix_cache
         self._max_unacked = max_unacked
+        self._expected: set[bytes] = set()  # points that are being computed, and nowhere there yet
         self.cached_tokens = 0
+        self.is_blocked = False  # the head of the queue finds no room
 
-    def next(self, budgets: list[int], now: int) -> Request | None:
-        """Admit one request; None when the queue is empty or its head finds no room.
+    def admit(self, budgets: NDArray[np.int64], step: int, now: int) -> Iterator[Request]:
+        """Admit requests one by one, until the queue is empty or its head finds no room.
 
-        `budgets` are the prefill tokens left in this step, by rank.
+        `budgets` are the prefill tokens left in this step, by rank: whoever iterates takes those
+        of a request's first chunk away before the next request is looked at.
         """
-        passed: set[int] = set()
-        while (request := self._waiting.head(passed)) is not None:
-            if self._waits_for_prefix(request):
-                passed.add(request.rid)
+        self.is_blocked = False
+        if not self._waiting:
+            return
+        self._expected = self._absent(set().union(*self._residency.expected))
+        loads = RankLoads(self._residency, self._watermark, self._costs)
+        for request in list(self._waiting):
+            if request.is_parked or self._awaits_prefix(request, step):
+                continue
+            if self._awaits_store(request, now):
                 continue
             if self._must_be_alone(request):
-                return None
-            rank, hit = self._place(request, budgets)
-            if rank < 0:
-                if min(budgets) < self._geometry.chunk_align or not self._park():
-                    return None
-                continue
-            if not self._residency.enter(request, rank, hit):
-                return None
+                return
+            while (place := self._place(request, loads, budgets)) is None:
+                if budgets.min() < self._geometry.chunk_align or not self._park():
+                    self.is_blocked = True
+                    return
+                loads = RankLoads(self._residency, self._watermark, self._costs)
+            rank, hit = place
+            is_loading = self._load(request, rank, hit, loads, now)
+            if not is_loading and not self._residency.enter(request, rank, hit):
+                self.is_blocked = True
+                return
             self._waiting.remove(request)
+            self._expected |= self._absent(self._residency.expected[rank].keys())
+            loads.enter(request, hit)
             if request.admitted_ns == 0:
                 request.admitted_ns = now
+            if is_loading:
+                continue  # it takes part in steps once its blocks are filled
+            if hit.point is not None:
+                count = hit.position // self._geometry.block_size
+                self._writes.offer(rank, request.chain[:count], hit.point)
             if request.cached_tokens < 0:
                 request.cached_tokens = min(hit.position, request.prompt_len)
                 self.cached_tokens += request.cached_tokens
-            return request
-        return None
+            yield request
 
-    def _waits_for_prefix(self, request: Request) -> bool:
+    def _awaits_prefix(self, request: Request, step: int) -> bool:
         """Whether a resident is about to compute more of this prompt than is there: it began
-        earlier, so waiting costs nothing and saves the same work done twice."""
-        if not any(self._residency.expected):
+        earlier, so waiting costs nothing and saves the same work done twice. Not for ever: who
+        computes it may be held up."""
+        if request.awaited in self._expected:
+            return step < request.awaited_until
+        request.awaited = b""
+        if not self._expected or not self._prefix_cache:
+            return False
+        self._extend(request)
+        if self._expected.isdisjoint(request.chain):
             return False
         size = self._geometry.block_size
-        for rank, expected in enumerate(self._residency.expected):
-            hit = self._lookup(request, rank)
-            beyond = request.chain[hit.position // size : (len(request.ids) - 1) // size]
-            if any(key in expected for key in beyond):
-                return True
-        return False
+        best = max((hit.position for hit in self._hits(request).values()), default=0)
+        beyond = request.chain[best // size : self._limit(request) // size]
+        awaited = next((key for key in reversed(beyond) if key in self._expected), None)
+        if awaited is None:
+            return False
+        alone = -(-len(request.ids) // self._geometry.chunk_tokens)
+        request.awaited, request.awaited_until = awaited, step + 2 * alone + AWAIT_STEPS
+        return True
+
+    def _awaits_store(self, request: Request, now: int) -> bool:
+        """Whether a kvstore is being asked for this prompt; only the first time costs a look-up."""
+        limit = self._limit(request)
+        if not self._prefix_cache or not self._loads.may_ask(request, limit):
+            return self._loads.is_asking(request)
+        local = max((hit.position for hit in self._hits(request).values()), default=0)
+        return self._loads.ask(request, local, limit, now)
+
+    def _load(self, request: Request, rank: int, hit: Hit, loads: RankLoads, now: int) -> bool:
+        """Let a kvstore fill what the device lacks, where that is worth it and leaves enough room
+        for what runs already to come to its end."""
+        plan = self._loads.plan(request, rank, hit, self._limit(request))
+        if plan is None or self._residency.memories[rank].states.num_available < 2:
+            return False
+        if not loads.has_room(request, rank, Hit(global_blocks=tuple(plan.shared))):
+            return False
+        return self._loads.begin(request, rank, plan, now)
+
+    def _absent(self, keys: Set[bytes]) -> set[bytes]:
+        """Keys of points that no rank has."""
+        indices = [memory.index.points for memory in self._residency.memories]
+        return {key for key in keys if not any(key in points for points in indices)}
 
     def _must_be_alone(self, request: Request) -> bool:
         """Whether a request may not join: after a device fault those that were in the step run one
@@ -101,67 +158,46 @@ class Admission:
         self._waiting.add(newest)
         return True
 
-    def _place(self, request: Request, budgets: list[int]) -> tuple[int, Hit]:
-        """The rank with the longest hit, then the fewest residents; -1 if none has room."""
-        best: tuple[int, int, int] | None = None
-        choice, choice_hit = -1, Hit()
-        for rank, memory in enumerate(self._residency.memories):
-            resident = self._residency.num_resident(rank)
-            if budgets[rank] < self._geometry.chunk_align or memory.num_free_slots == 0:
+    def _place(
+        self, request: Request, loads: RankLoads, budgets: NDArray[np.int64]
+    ) -> tuple[int, Hit] | None:
+        """The rank with room on which it costs least time, ties to the lower; a cached prefix is
+        worth the time that it saves there and no more, so hot ones do not fill up one rank."""
+        hits = self._hits(request)
+        times = loads.times(request)
+        for rank, hit in hits.items():
+            times[rank] -= loads.saved(rank, hit)
+        least = min(len(request.ids), self._geometry.chunk_align)
+        is_open = (budgets >= least) & (loads.rows < self._geometry.max_rows)
+        ranks = np.flatnonzero(is_open)
+        for rank in ranks[np.argsort(times[ranks], kind="stable")].tolist():
+            if self._residency.memories[rank].num_free_slots == 0:
                 continue
-            if resident >= self._geometry.max_rows:
-                continue
-            hit = self._lookup(request, rank)
-            if not self._has_room(request, rank, hit, resident):
-                if resident or not self._has_room(request, rank, Hit(), resident):
-                    continue
-                hit = Hit()
-            score = (-hit.position, resident, rank)
-            if best is None or score < best:
-                best, choice, choice_hit = score, rank, hit
-        return choice, choice_hit
+            hit = hits.get(rank, Hit())
+            if loads.has_room(request, rank, hit):
+                return rank, hit
+            if hit.point and not loads.occupied[rank] and loads.has_room(request, rank, Hit()):
+                return rank, Hit()
+        return None
 
-    def _lookup(self, request: Request, rank: int) -> Hit:
-        if not self._prefix_cache:
-            return Hit()
-        size, limit = self._geometry.block_size, len(request.ids) - 1
+    def _hits(self, request: Request) -> dict[int, Hit]:
+        """What of its prompt each rank has; only ranks that have any."""
+        limit = self._limit(request)
+        if not self._prefix_cache or limit < self._geometry.block_size:
+            return {}
+        self._extend(request)
+        return {
+            rank: memory.index.lookup(request.chain, limit)
+            for rank, memory in enumerate(self._residency.memories)
+            if request.chain[0] in memory.index.block_of
+        }
+
+    def _extend(self, request: Request) -> None:
+        size, limit = self._geometry.block_size, self._limit(request)
         extend_chain(request.chain, request.root, request.ids, size, limit)
-        return self._residency.memories[rank].index.lookup(request.chain, limit)
 
-    def _has_room(self, request: Request, rank: int, hit: Hit, resident: int) -> bool:
-        """Blocks for T and the growth of what runs already; a hit's own blocks stop being spare."""
-        geometry, memory, table = self._geometry, self._residency.memories[rank], self._table
-        shared = len(hit.global_blocks)
-        pinned = sum(memory.globals.held[block] == 0 for block in hit.global_blocks)
-        need = geometry.blocks_for(len(request.ids)) - shared
-        ahead = len(request.ids) + (geometry.depth + 1) * geometry.decode_width
-        reserve = geometry.blocks_for(min(ahead, request.max_len) + geometry.draft_reach)
-        floor = least_alone(geometry, request.max_len)[1]
-        windows, window_reserve = floor, 0
-        if hit.point is not None:
-            windows += sum(memory.windows.held[b] == 0 for b in hit.point.window_blocks)
-            windows -= len(hit.point.window_blocks)
-        if resident:
-            first = rank * self._residency.slots
-            here = first + np.flatnonzero(table.phase[first : first + self._residency.slots])
-            need += int(self._watermark.growth(here)[Pool.GLOBAL].sum()) + reserve
-            need -= geometry.blocks_for(len(request.ids))
-            held = table.window_end[here] - table.window_start[here]
-            window_reserve = int(np.maximum(0, self._floors(here) - held).sum())
-        states = 1 + (hit.point is not None and memory.states.held[hit.point.state_block] == 0)
-        return (
-            memory.globals.num_available >= need + pinned
-            and memory.windows.num_available >= windows + window_reserve
-            and memory.states.num_available >= states
-        )
-
-    def _floors(self, here: NDArray[np.intp]) -> NDArray[np.int64]:
-        """Window blocks without which each resident request cannot go on."""
-        geometry, table = self._geometry, self._table
-        rows = np.where(
-            table.phase[here] == Phase.PREFILL,
-            geometry.chunk_align,
-            geometry.decode_width + geometry.draft_reach,
-        )
-        span = (geometry.window + rows + geometry.block_size - 2) // geometry.block_size + 1
-        return np.minimum(span, -(-table.max_len[here] // geometry.block_size))
+    def _limit(self, request: Request) -> int:
+        """Where it may resume at most: a hit never covers the last token; where kernels differ
+        by class, what others computed as their prompt is not its output."""
+        last = len(request.ids) - 1
+        return last if self._geometry.one_kernel_class else min(last, request.prompt_len)

@@ -11,6 +11,7 @@ from .admission import Admission
 from .alignment import Alignment, ChooseKind
 from .costs import Costs, verify_costs
 from .group import Group, StepRecord
+from .kv_stores import KvStores
 from .leases import RankMemory
 from .outbox import Outbox
 from .packer import Packer
@@ -21,6 +22,7 @@ from .request import Request
 from .residency import Residency
 from .results import Results
 from .speculation import VerifyCapacity
+from .transfers import Transfers
 from .waiting import WaitingQueue
 from .watermark import Watermark
 
@@ -62,6 +64,8 @@ class Engine:
         prefix_cache: bool,
         max_unacked: int,
         choose_kind: ChooseKind,
+        stores: KvStores,
+        load_s: float,
     ) -> None:
         costs = Costs(capacities)
         self.geometry = geometry
@@ -69,10 +73,21 @@ class Engine:
         self.memories = [RankMemory(capacity) for capacity in capacities]
         self.residency = Residency(self.memories, geometry)
         self.watermark = Watermark(self.residency, waiting)
+        self.transfers = Transfers(
+            self.residency,
+            group,
+            stores,
+            waiting,
+            outbox,
+            load_s=load_s,
+            prefill_token_ns=capacities[0].costs.prefill_token_ns,
+        )
         self.admission = Admission(
             self.residency,
             waiting,
             self.watermark,
+            transfers=self.transfers,
+            costs=costs,
             prefix_cache=prefix_cache,
             max_unacked=max_unacked,
         )
@@ -97,13 +112,18 @@ class Engine:
         least = [min(column) for column in zip(*by_rank, strict=True)]
         return (least[0], least[1], least[2])
 
-    def plan(self, now: int) -> list[SubmitStep] | None:
-        """The next step of every rank; None if nothing can run now."""
+    def plan(self, now: int, flags: int = 0) -> list[SubmitStep] | None:
+        """The next step of every rank; None if nothing can run now and no flag is to be told."""
         plan = self.planner.plan(now)
-        stuck = plan.empty and plan.starved and not self.group.unresolved and not self._fenced()
-        if stuck and self.watermark.break_deadlock():
+        if plan.empty and plan.starved and self._is_stuck() and self.watermark.break_deadlock():
             plan = self.planner.plan(now)
-        return None if plan.empty else self.packer.pack(plan, now)
+        plan.flags = flags
+        return self.packer.pack(plan, now) if flags or not plan.empty else None
+
+    @property
+    def lacks_quarantined(self) -> bool:
+        """Nothing runs and nothing comes back, and transfers that do not end keep blocks."""
+        return self.residency.ops.num_overdue > 0 and self.admission.is_blocked and self._is_stuck()
 
     def apply(self, step: StepRecord, results: list[StepResult], now: int) -> None:
         """Apply the results of some ranks for a step, and complete the preemptions they allow.
@@ -136,8 +156,11 @@ class Engine:
     def take_counts(self) -> tuple[int, int, int]:
         """Preemptions, output tokens and cached prompt tokens since the last call."""
         watermark, results, admission = self.watermark, self.results, self.admission
-        counts = (watermark.preemptions, results.output_tokens, admission.cached_tokens)
-        watermark.preemptions = results.output_tokens = admission.cached_tokens = 0
+        loads = self.transfers.loads
+        cached = admission.cached_tokens + loads.cached_tokens
+        counts = (watermark.preemptions, results.output_tokens, cached)
+        watermark.preemptions = results.output_tokens = 0
+        admission.cached_tokens = loads.cached_tokens = 0
         return counts
 
     def fill(self, stats: ReplicaStats, waiting_tokens: int) -> ReplicaStats:
@@ -153,18 +176,27 @@ class Engine:
             free_blocks=self._sum("num_free"),
             cached_blocks=self._sum("num_evictable"),
             total_blocks=self._sum("total"),
+            pinned_blocks=self._sum("num_pinned"),
+            quarantined_blocks=sum(
+                self.residency.ops.num_quarantined(rank, pool)
+                for rank in range(len(self.memories))
+                for pool in Pool
+            ),
         )
 
-    def _sum(self, count: Literal["num_free", "num_evictable", "total"]) -> tuple[int, int, int]:
+    def _sum(
+        self, count: Literal["num_free", "num_evictable", "num_pinned", "total"]
+    ) -> tuple[int, int, int]:
         by_class = [
             sum(int(getattr(memory.pools[pool], count)) for memory in self.memories)
             for pool in Pool
         ]
         return (by_class[0], by_class[1], by_class[2])
 
-    def _fenced(self) -> bool:
-        """Blocks or slots are still on their way back."""
-        return any(
-            memory.num_fenced_slots or any(pool.num_fenced for pool in memory.pools)
-            for memory in self.memories
+    def _is_stuck(self) -> bool:
+        """No step is in flight, and no block or slot is on its way back."""
+        ops = self.residency.ops
+        return not self.group.unresolved and not any(
+            memory.num_fenced_slots or any(ops.num_returning(rank, pool) for pool in Pool)
+            for rank, memory in enumerate(self.memories)
         )

@@ -18,8 +18,10 @@ from deepmesh.wire.messages import (
     LoadBlocks,
     Lookup,
     OpDone,
+    Pause,
     Progress,
     Reset,
+    Resume,
     Shutdown,
     StepKind,
     StepResult,
@@ -42,6 +44,8 @@ Incoming = (
     | OpDone
     | Hits
     | Drain
+    | Pause
+    | Resume
     | Shutdown
 )
 Outgoing = (

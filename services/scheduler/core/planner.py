@@ -8,17 +8,14 @@ from deepmesh.wire.messages import StepKind
 from .admission import Admission
 from .alignment import Alignment
 from .plan import Plan
-from .policy import chunk_end
-from .request import Phase, Request
+from .prefill import Prefill
+from .request import Phase
 from .residency import Residency
 from .watermark import Watermark
 
-NON_PREEMPTIBLE_AFTER = 3
-SETTLE_TOKENS = 32  # output tokens after which such a request can be preempted again
-
 
 class Planner:
-    """Chooses rows. Decode rows first, then prefill chunks oldest first, then new requests."""
+    """Chooses rows: decode rows first, prefill in what is left of the budget (`prefill.py`)."""
 
     def __init__(
         self,
@@ -33,12 +30,12 @@ class Planner:
         self._residency = residency
         self._table = residency.table
         self._watermark = watermark
-        self._admission = admission
+        self._prefill = Prefill(residency, admission, prefix_cache=prefix_cache)
         self._alignment = alignment
         self._prefix_cache = prefix_cache
         self._max_unacked = max_unacked
-        self._ranks = len(residency.memories)
         self._geometry = residency.geometry
+        self._steps = 0
 
     def plan(self, now: int) -> Plan:
         """Rows for the next step, with everything that they will write leased."""
@@ -48,18 +45,13 @@ class Planner:
         if kind != StepKind.PREFILL:
             self._choose_decode(plan)
         if kind != StepKind.DECODE or plan.empty:
-            self._choose_prefill(plan)
-            self._admit(plan, now)
+            self._prefill.choose(plan, self._steps, now)
         if kind == StepKind.PREFILL and plan.empty:
             self._choose_decode(plan)  # no prefill found room: the step is not wasted
         if not plan.empty:
+            self._steps += 1
             self._alignment.ran(plan)
         return plan
-
-    def _admit(self, plan: Plan, now: int) -> None:
-        budgets = self._budgets(plan)
-        while (request := self._admission.next(budgets, now)) is not None:
-            self._add_chunk(plan, request, budgets)
 
     def _choose_decode(self, plan: Plan) -> None:
         table, geometry = self._table, self._geometry
@@ -94,67 +86,3 @@ class Planner:
     def _oldest_first(self, rows: NDArray[np.intp], at: NDArray[np.intp]) -> list[int]:
         order = sorted(at.tolist(), key=lambda i: self._table.request_at(int(rows[i])).order)
         return order
-
-    def _choose_prefill(self, plan: Plan) -> None:
-        table = self._table
-        rows = np.flatnonzero((table.phase == Phase.PREFILL) & ~table.leaving)
-        budgets = self._budgets(plan)
-        requests = sorted(
-            (table.request_at(i) for i in rows.tolist()), key=lambda request: request.order
-        )
-        for request in requests:
-            self._add_chunk(plan, request, budgets)
-
-    def _budgets(self, plan: Plan) -> list[int]:
-        """Tokens left for prefill, by rank; one grid chunk always fits beside the decode rows."""
-        geometry, slots = self._geometry, self._residency.slots
-        rows = np.bincount(plan.decode // slots, minlength=self._ranks)
-        taken = [0] * self._ranks
-        for index, start, end in plan.prefill:
-            taken[index // slots] += end - start
-        return [
-            max(
-                geometry.step_tokens - int(rows[rank]) * geometry.decode_width, geometry.chunk_align
-            )
-            - taken[rank]
-            for rank in range(self._ranks)
-        ]
-
-    def _add_chunk(self, plan: Plan, request: Request, budgets: list[int]) -> bool:
-        table, index = self._table, request.slot
-        rank = index // self._residency.slots
-        start = int(table.confirmed_kv[index] + table.inflight_q[index])
-        target = int(table.target[index])
-        stops = request.points
-        if not self._geometry.one_kernel_class:  # positions from P on are the decode kernels'
-            stops = [*stops, request.prompt_len]
-        end = chunk_end(
-            start,
-            target,
-            geometry=self._geometry,
-            budget=budgets[rank],
-            stops=stops,
-        )
-        if end > start:
-            end = self._fit_window(index, start, end)
-            plan.starved |= end == start
-        if end == start:
-            return False
-        plan.prefill.append((index, start, end))
-        budgets[rank] -= end - start
-        is_point = end in request.points and self._prefix_cache
-        if is_point and not plan.capture(self._residency, index, end):
-            self._residency.reached(request, end)  # whoever waits for it waits in vain
-        return True
-
-    def _fit_window(self, index: int, start: int, end: int) -> int:
-        """The longest chunk on the grid whose window rows can be leased now."""
-        geometry = self._geometry
-        memory = self._residency.memories[index // self._residency.slots]
-        room = int(self._table.window_end[index]) + memory.windows.num_available
-        if room < geometry.blocks_for(end):
-            align = geometry.chunk_align
-            end = max(start, room * geometry.block_size // align * align)
-        if end > start and not self._residency.grow_window(index, end):
-            return start
-        return end

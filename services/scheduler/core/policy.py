@@ -42,14 +42,17 @@ def chunk_end(
     geometry: Geometry,
     budget: int,
     stops: Iterable[int] = (),
+    grid: int = 0,
 ) -> int:
     """Where the prefill chunk from `start` ends; `start` itself if none fits the budget.
 
     A chunk ends on the grid or at the target, and at every stop: a point whose state is kept. The
     budget packs whole grid chunks and never cuts one, so that hit and miss run the same shapes.
+    The grid is the prefill kernels'; others, which give the same bits for any width, have `grid`.
     """
+    grid = grid or geometry.chunk_align
     limit = start + min(geometry.chunk_tokens, budget)
-    end = target if target <= limit else limit // geometry.chunk_align * geometry.chunk_align
+    end = target if target <= limit else limit // grid * grid
     for stop in stops:
         if start < stop < end:
             end = stop

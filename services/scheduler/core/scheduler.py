@@ -10,8 +10,12 @@ from deepmesh.wire.messages import (
     ErrorCode,
     Generate,
     GpuDone,
+    Hits,
+    OpDone,
+    Pause,
     Progress,
     ReplicaStats,
+    Resume,
     Shutdown,
     StepResult,
     StopAt,
@@ -19,6 +23,7 @@ from deepmesh.wire.messages import (
 
 from .alignment import ChooseKind, KindPolicy
 from .audit import audit
+from .controls import Controls
 from .engine import Engine
 from .events import (
     Action,
@@ -26,14 +31,17 @@ from .events import (
     ExecutorDown,
     ExecutorUp,
     Incoming,
+    KvstoreDown,
+    KvstoreUp,
     Mail,
     StepResults,
     Tick,
     TokenizerDown,
     TokenizerUp,
 )
-from .group import Group
+from .group import Group, make_step_id
 from .intake import Intake
+from .kv_stores import KvStores
 from .outbox import Outbox
 from .registry import Registry
 from .request import Request
@@ -58,6 +66,7 @@ class Scheduler:
         ranks: int = 1,
         first_epoch: int = 1,
         max_unacked: int = 2048,
+        kvstores: int = 0,
         choose_kind: ChooseKind | None = None,
     ) -> None:
         policy = KindPolicy(config.hold_steps, 1e6 * config.decode_itl_ms)
@@ -65,6 +74,12 @@ class Scheduler:
         self.name = name
         self.group = Group(ranks=ranks, first_epoch=first_epoch)
         self.outbox = Outbox()
+        self.stores = KvStores(
+            self.outbox,
+            count=kvstores,
+            first_op=make_step_id(first_epoch, 0),
+            lookup_s=config.store_lookup_s,
+        )
         self.waiting = WaitingQueue()
         self.registry = Registry(self.waiting, self.outbox)
         self.intake = Intake(
@@ -85,7 +100,10 @@ class Scheduler:
             numerics=numerics,
             max_unacked=max_unacked,
             choose_kind=choose_kind or policy.choose,
+            stores=self.stores,
         )
+        self._controls = Controls(self.group, self.registry)
+        self.drained = False  # nothing is left to do, nothing new is taken, and the ranks know
         self._steps = Steps(self.group, self._session, self.outbox)
         self._served_model = served_model
         self._max_unacked = max_unacked
@@ -100,7 +118,11 @@ class Scheduler:
         match event:
             case Tick():
                 self._timers(now)
+                self._expire_transfers(now)
                 self._plan(now)
+                self.drained = self._controls.has_drained(now)
+                if self.engine is not None:
+                    self.engine.transfers.flush(now)
             case Mail(peer, message):
                 self._mail(peer, message, now)
             case StepResults(results):
@@ -115,6 +137,10 @@ class Scheduler:
                 self._session.executor_up(peer, rank)
             case ExecutorDown(_, rank):
                 self._session.executor_down(rank, now)
+            case KvstoreUp(peer, index):
+                self.stores.up(peer, index)
+            case KvstoreDown(_, index):
+                self.stores.down(index)
         if self.config.audit:
             audit(self)
         return self.outbox.take()
@@ -125,12 +151,14 @@ class Scheduler:
         return self._session.engine
 
     @property
-    def drained(self) -> bool:
-        """Nothing is left to do, and nothing new is taken."""
-        return self.intake.draining and not self.registry.live
+    def is_paused(self) -> bool:
+        """Nothing is in flight, and nothing will be until it is resumed."""
+        return self._controls.is_paused
 
     def idle_for(self) -> float:
         """Seconds until a timer may be due."""
+        if self.stores.num_lookups:
+            return self.config.store_lookup_s / 2
         busy = self.registry.live or self.registry.tombstones or self.registry.ended
         return 0.25 if busy or self._drain_deadline_ns else 1.0
 
@@ -155,6 +183,9 @@ class Scheduler:
             finished=registry.num_finished,
             failed=registry.num_failed,
             draining=self.intake.draining,
+            paused=self.is_paused,
+            store_hit_tokens=self.stores.counters["hit_tokens"],
+            stored_blocks=self.stores.counters["stored_blocks"],
         )
         return stats if engine is None else engine.fill(stats, self.waiting.num_tokens)
 
@@ -178,6 +209,11 @@ class Scheduler:
                 self.intake.abort(message, peer, now)
             case Capacity():
                 self._session.capacity(message, now)
+            case OpDone():
+                if self.engine is not None:
+                    self.engine.transfers.op_done(peer, message, now)
+            case Hits():
+                self.stores.hits(peer, message)
             case Progress():
                 self.outbox.note(
                     "debug",
@@ -189,6 +225,10 @@ class Scheduler:
                 )
             case Drain():
                 self._drain(now + int(message.deadline_s * 1e9))
+            case Pause():
+                self._controls.pause(now)
+            case Resume():
+                self._controls.resume(now)
             case Shutdown():
                 self._drain(now)
                 self._timers(now)
@@ -216,16 +256,30 @@ class Scheduler:
     # ------------------------------------------------------------ steps
 
     def _plan(self, now: int) -> None:
-        """Submit as many steps as depth allows."""
-        engine, group = self.engine, self.group
+        """Submit as many steps as depth, pause and drain allow."""
+        engine, group, controls = self.engine, self.group, self._controls
+        if self.intake.draining and not self.registry.live:
+            controls.finish(now)
         while engine is not None and group.ready and len(group.unresolved) < self.config.depth:
-            steps = engine.plan(now)
-            if steps is None:
+            flags = controls.next_flags()
+            if flags is None:
                 return
+            steps = engine.plan(now, flags)
+            if steps is None:
+                if engine.lacks_quarantined:
+                    self._session.restart(now, "transfers do not end, and blocks are short", None)
+                return
+            controls.sent(flags)
             for rank, step in enumerate(steps):
                 self.outbox.send(group.peers[rank], step)
 
     # ------------------------------------------------------------ timers
+
+    def _expire_transfers(self, now: int) -> None:
+        """What a kvstore has not answered, and what an executor has not moved, in time."""
+        self.stores.expire(now)
+        if self.engine is not None:
+            self.engine.transfers.expire(now)
 
     def _drain(self, deadline_ns: int) -> None:
         self.intake.draining = True
@@ -264,11 +318,12 @@ class Scheduler:
         self.registry.fail(request, code, detail, now, retry_after_s=5.0)
 
     def _overdue(self, request: Request, now: int) -> bool:
-        """Past the caller's deadline while it waits, or without progress for too long."""
+        """Past the caller's deadline while it waits, or without progress for too long; in a pause
+        nobody makes progress."""
         progress = request.progress_ns
         if request.slot >= 0 and self.engine is not None:
             progress = int(self.engine.residency.table.progress_ns[request.slot])
-        if now - progress >= self.config.deadline_s * 1e9:
+        if now - progress >= self.config.deadline_s * 1e9 and not self._controls.is_pausing:
             return True
         deadline = request.generate.deadline_ns
         return bool(deadline) and now >= deadline and request.slot < 0

@@ -8,6 +8,7 @@ from .engine import Engine, geometry_of
 from .events import StepEnded
 from .group import Group, StepRecord, group_step_of
 from .intake import Intake
+from .kv_stores import KvStores
 from .outbox import Outbox
 from .registry import Registry
 from .request import Request
@@ -32,6 +33,7 @@ class Session:
         numerics: str,
         max_unacked: int,
         choose_kind: ChooseKind,
+        stores: KvStores,
     ) -> None:
         self.engine: Engine | None = None
         self.preemptions = self.output_tokens = self.cached_tokens = 0  # of all engines so far
@@ -44,6 +46,7 @@ class Session:
         self._model, self._numerics = model, numerics
         self._max_unacked = max_unacked
         self._choose_kind = choose_kind
+        self._stores = stores
 
     def executor_up(self, peer: str, rank: int) -> None:
         """Tell an executor what to load."""
@@ -141,6 +144,8 @@ class Session:
             prefix_cache=self._config.prefix_cache,
             max_unacked=self._max_unacked,
             choose_kind=self._choose_kind,
+            stores=self._stores,
+            load_s=self._config.store_load_s,
         )
         self._registry.residency = self.engine.residency
         self._intake.geometry = geometry

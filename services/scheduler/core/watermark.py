@@ -29,6 +29,7 @@ class Watermark:
         """Preempt before an allocation fails: room for all running rows for depth + 1 steps."""
         table = self._table
         running = np.flatnonzero((table.phase != Phase.NONE) & ~table.leaving)
+        running = running[~table.retiring(running)]
         if len(running) < 2:
             return
         for pool, needs in self.growth(running).items():
@@ -38,7 +39,8 @@ class Watermark:
             for rank in np.flatnonzero(by_rank).tolist():
                 blocks = self._residency.memories[rank].pools[pool]
                 if by_rank[rank] > blocks.num_available:
-                    short = int(by_rank[rank]) - blocks.num_available - blocks.num_fenced
+                    returning = self._residency.ops.num_returning(rank, pool)
+                    short = int(by_rank[rank]) - blocks.num_available - returning
                     self._pick_victims(rank, pool, short)
 
     def preempt(self, request: Request) -> None:
@@ -53,7 +55,9 @@ class Watermark:
 
     def break_deadlock(self) -> bool:
         """Preempt the newest request: nothing runs, nothing is in flight, all need blocks."""
-        residents = [self._table.request_at(i) for i in self._table.resident().tolist()]
+        here = self._table.resident()
+        here = here[self._table.phase[here] != Phase.LOADING]  # an op keeps its blocks anyway
+        residents = [self._table.request_at(i) for i in here.tolist()]
         for rank in range(self._ranks):
             here = [r for r in residents if r.slot // self._residency.slots == rank]
             if len(here) > 1:
@@ -84,14 +88,15 @@ class Watermark:
         """Mark victims; those with nothing in flight go at once. Blocks on the way are counted."""
         table, slots = self._table, self._residency.slots
         here = rank * slots + np.flatnonzero(table.phase[rank * slots : (rank + 1) * slots])
-        residents = [table.request_at(i) for i in here.tolist()]
-        short -= sum(self._gain(r, pool) for r in residents if table.leaving[r.slot])
+        gone = table.leaving[here] | table.retiring(here)
+        short -= sum(self._gain(table.request_at(i), pool) for i in here[gone].tolist())
+        residents = [table.request_at(i) for i in here[~gone].tolist()]
         oldest = min(residents, key=lambda request: request.order)
         candidates = [
             r
             for r in residents
             if r is not oldest
-            and not table.leaving[r.slot]
+            and table.phase[r.slot] != Phase.LOADING
             and table.confirmed[r.slot] >= r.settled_len
         ]
         gains = [self._gain(r, pool) for r in candidates]
