@@ -142,7 +142,7 @@ class KvstoreConfig(Section, frozen=True):
     """[kvstore]: KV blocks off the device, and small records."""
 
     count: int = 0  # processes; 0: none
-    address: str = ""
+    address: str = ""  # set: external ones, `count` of them but at least one; `up` starts none
     memory_bytes: int = 1 << 30  # 0: no memory tier
     disk_bytes: int = 0  # 0: no disk tier, records do not outlive the process
     disk_dir: str = ""  # empty: in the run folder; each process has a folder of its own below it
@@ -259,6 +259,8 @@ def _resolve(config: Config, path: Path | None) -> Config:
         raise ConfigError(f"mesh.run_dir: {run_dir!r} is too long for a unix socket (107 bytes)")
     mesh = msgspec.structs.replace(mesh, run_dir=run_dir, model=str((base / mesh.model).resolve()))
     kvstore = config.kvstore
+    if kvstore.address:
+        kvstore = msgspec.structs.replace(kvstore, count=max(kvstore.count, 1))
     if kvstore.disk_dir:
         kvstore = msgspec.structs.replace(
             kvstore, disk_dir=str((base / kvstore.disk_dir).resolve())

@@ -78,3 +78,11 @@ def test_an_external_address_may_number_its_processes(tmp_path: Path) -> None:
     config = load_config(path)
     assert config.scheduler_address(0) == "tcp://127.0.0.1:7100"
     assert config.scheduler_address(1) == "tcp://127.0.0.1:7101"
+
+
+def test_an_address_of_a_kvstore_means_that_there_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "mesh.toml"
+    path.write_text('[kvstore]\naddress = "tcp://127.0.0.1:7300"\n')
+    assert load_config(path).kvstore.count == 1
+    path.write_text('[kvstore]\naddress = "tcp://127.0.0.1:730{index}"\ncount = 2\n')
+    assert load_config(path).kvstore.count == 2

@@ -1,5 +1,6 @@
 """A service with an address of its own is not started, and the mesh works with what is there."""
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ def write_config(folder: Path, sections: dict[str, str]) -> Path:
         "executor": 'kind = "fake"',
         "tokenizer": "",
         "scheduler": "",
+        "kvstore": "",
     }
     lines = [f"[{name}]\n{text}\n{sections.get(name, '')}\n" for name, text in tables.items()]
     path.write_text("".join(lines))
@@ -41,15 +43,27 @@ def chat(url: str) -> tuple[str, str]:
     return "".join(event.text for event in events[:-1]), events[-1].text
 
 
-def test_a_tokenizer_served_alone_takes_the_place_of_the_mesh_s_own(tmp_path: Path) -> None:
-    path = write_config(tmp_path, {"tokenizer": f'address = "ipc://{tmp_path}/mine.sock"'})
-    argv = [sys.executable, "-m", "deepmesh.cli", "serve", "tokenizer", "--config", str(path)]
+@pytest.mark.parametrize("service", ["tokenizer", "router", "scheduler", "executor", "kvstore"])
+def test_a_service_served_alone_takes_the_place_of_the_mesh_s_own(
+    tmp_path: Path, service: str
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    sections = {"kvstore": "count = 1"}
+    sections[service] = f'address = "tcp://127.0.0.1:{port}"'  # one kvstore, without a count, too
+    path = write_config(tmp_path, sections)
+    (tmp_path / "run").mkdir()
+    argv = [sys.executable, "-m", "deepmesh.cli", "serve", service, "--config", str(path)]
     log = (tmp_path / "mine.log").open("wb")
     with log, subprocess.Popen(argv, stdout=log, stderr=log) as mine:
         try:
             with Mesh(path) as mesh:
-                assert sorted(mesh.pids) == [name for name in ALL if name != "tokenizer-0"]
+                left_out = {f"{service}-0", f"{service}-0-0"}
+                wanted = [name for name in [*ALL, "kvstore-0"] if name not in left_out]
+                assert sorted(mesh.pids) == sorted(wanted)
                 assert chat(mesh.url)[1] == "length"
+                assert mine.poll() is None
         finally:
             mine.terminate()
     assert mine.returncode == 0, (tmp_path / "mine.log").read_text()
