@@ -17,6 +17,7 @@ from deepmesh.wire.messages import (
     Pool,
     SubmitStep,
 )
+from deepmesh.wire.packed import ROW
 from services.executor.capacity import fingerprint, plan_capacity
 from services.executor.device_clock import TimedClock
 from services.executor.fake_drawn import Drawn
@@ -43,11 +44,22 @@ class FakeEngine:
     """
 
     def __init__(
-        self, config: Config, *, step_s: float | None = None, stop_one_in: int = 0
+        self,
+        config: Config,
+        *,
+        step_s: float | None = None,
+        stop_one_in: int = 0,
+        one_kernel_class: bool = True,
     ) -> None:
+        """
+        Args:
+            step_s: instead of fake_step_ms.
+            stop_one_in: about every so many tokens is a stop id; 0 is never.
+            one_kernel_class: if not, rows of a kernel class that their positions are not of fail.
+        """
         executor = config.executor
         self._config = config
-        self._stop_one_in = stop_one_in
+        self._stop_one_in, self._one_kernel_class = stop_one_in, one_kernel_class
         self.clock = TimedClock(
             executor.fake_step_ms / 1000 if step_s is None else step_s,
             executor.fake_tail_ms / 1000,
@@ -72,6 +84,7 @@ class FakeEngine:
             fingerprint=fingerprint(path, order.numerics, f"fake {FAKE_LAYOUT}"),
             block_bytes=(8 * block, 8 * block, 8),
             has_masks=executor.fake_mask_ms >= 0,
+            one_kernel_class=self._one_kernel_class,
         )
         self.oracle = Oracle(capacity.vocab_size, stop_one_in=self._stop_one_in)
         self._table = None
@@ -107,6 +120,8 @@ class FakeEngine:
         self._use(slots)
         rows, begin_ns, ends_ns = self._rows, self.clock.begin_ns, self.clock.ends_ns
         before = rows.check(live)
+        if not self._one_kernel_class:
+            rows.check_classes(live, np.frombuffer(step.rows, ROW)["mode"][live.rows])
         missed = self._masks.missing(slots, live, begin_ns, ends_ns)
         known = np.where(live.drafted, 1, live.counts) - missed
         hashes = rows.write_known(live, known, before)

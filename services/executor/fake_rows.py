@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from deepmesh.wire.messages import Pool
+from deepmesh.wire.messages import Pool, RowMode
 from services.executor.interface import LiveRows
 from services.executor.oracle import Hashes, Oracle, chain, extend_all, key_of
 from services.executor.slots import SlotTable
@@ -21,7 +21,7 @@ class FakeRows:
         self._gen = np.full(num, UNKNOWN, np.int64)
         self.keys = np.zeros(num, np.uint64)  # of the request's draws
         self._has_stops = np.zeros(num, bool)
-        self._min_len = np.zeros(num, np.int64)
+        self._min_len, self._prompt_len = np.zeros(num, np.int64), np.zeros(num, np.int64)
         self._prefix_len = np.full(num, UNKNOWN, np.int64)  # whose hash is kept here, too
         self._prefix = np.zeros(num, np.uint64)
 
@@ -54,12 +54,27 @@ class FakeRows:
             raise AssertionError(f"{name}: {text}")
         return known
 
+    def check_classes(self, live: LiveRows, modes: NDArray[np.uint8]) -> None:
+        """Positions of the prompt are for prefill kernels, all behind it for decode kernels.
+
+        Raises:
+            AssertionError: names the first row that breaks this.
+        """
+        of_prompt, ends = self._prompt_len[live.slots], live.starts + live.counts
+        is_prefill = modes == RowMode.PREFILL
+        wrong = np.where(is_prefill, ends > of_prompt, live.starts < of_prompt)
+        for i in np.flatnonzero(wrong)[:1].tolist():
+            raise AssertionError(
+                f"row {live.rows[i]}: {RowMode(int(modes[i])).name} of positions "
+                f"{live.starts[i]} to {ends[i]}, of a prompt of {of_prompt[i]}"
+            )
+
     def _open(self, slot: int) -> None:
         init, stop_ids = self._slots.request(slot)
         self._gen[slot] = init.gen
         self.keys[slot] = key_of(init.seed, init.sub_index)
         self._has_stops[slot], self._min_len[slot] = bool(stop_ids), init.min_len
-        self._prefix_len[slot] = UNKNOWN
+        self._prompt_len[slot], self._prefix_len[slot] = init.prompt_len, UNKNOWN
 
     def _known(self, live: LiveRows) -> Hashes:
         """Hashes of the tokens below each row, from what the slots say."""

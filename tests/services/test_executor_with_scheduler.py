@@ -67,14 +67,14 @@ def make_config(run_dir: Path, depth: int, **executor: float) -> Config:
 
 
 @contextmanager
-def mesh(config: Config) -> Iterator[StreamExecutor]:
+def mesh(config: Config, *, one_kernel_class: bool = True) -> Iterator[StreamExecutor]:
     """Scheduler and executor, each on a thread of its own."""
     tracer = telemetry.setup("executor", "executor-0-0", config)
     scheduler = SchedulerService(config, index=0, tracer=tracer)
     made: list[StreamExecutor] = []
 
     def make(on_result, on_progress) -> StreamExecutor:  # noqa: ANN001
-        engine = FakeEngine(config, stop_one_in=150)
+        engine = FakeEngine(config, stop_one_in=150, one_kernel_class=one_kernel_class)
         made.append(StreamExecutor(engine, on_result=on_result, on_progress=on_progress))
         return made[0]
 
@@ -161,16 +161,28 @@ def make_request(number: int, draw: random.Random, grammar: Grammar | None = Non
     )
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("draft_len", [0, 3])
+@pytest.mark.parametrize(
+    ("depth", "draft_len", "one_kernel_class"),
+    [
+        (1, 0, True),
+        (2, 0, True),
+        (3, 0, True),
+        (1, 3, True),
+        (2, 3, True),
+        (3, 3, True),
+        (2, 0, False),
+        (2, 3, False),
+    ],
+)
 def test_tokens_follow_the_oracle_on_pools_that_are_too_small(
-    tmp_path: Path, depth: int, draft_len: int
+    tmp_path: Path, depth: int, draft_len: int, one_kernel_class: bool
 ) -> None:
+    """With two kernel classes the device refuses rows that compute a position by the other."""
     config = make_config(tmp_path, depth, fake_draft_len=draft_len, fake_tail_ms=0.2)
     draw = random.Random(depth)
     requests = [make_request(number, draw) for number in range(60)]
     aborted = {r.rid for r in requests if draw.random() < 0.15}
-    with mesh(config) as executor:
+    with mesh(config, one_kernel_class=one_kernel_class) as executor:
         client = Client(config)
         for request in requests:
             client.send(request)
