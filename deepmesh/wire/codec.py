@@ -77,13 +77,20 @@ def decode(frames: Sequence[bytes]) -> Decoded:
     Raises:
         BadFrame, UnknownTag, OtherVersion: see there; never anything else.
     """
-    header = decode_header(frames)
+    return Decoded(decode_header(frames), decode_payload(frames), list(frames[2:]))
+
+
+def decode_payload(frames: Sequence[bytes]) -> AnyMessage:
+    """The message alone, of frames whose header has been decoded.
+
+    Raises:
+        BadFrame, UnknownTag: see there.
+    """
     try:
-        message = _message_decoder.decode(frames[1])
+        return _message_decoder.decode(frames[1])
     except msgspec.ValidationError as error:
         if "Invalid value" in str(error) and str(error).endswith("$[0]`"):
             raise UnknownTag(str(error)) from error
         raise BadFrame(f"payload: {error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadFrame(f"payload: {error}") from error
-    return Decoded(header, message, list(frames[2:]))

@@ -83,8 +83,7 @@ class PeerDown:
     reason: str
 
 
-@dataclass(frozen=True)
-class Mail:
+class Mail(NamedTuple):
     """One message from a peer."""
 
     peer: Peer

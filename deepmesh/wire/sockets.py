@@ -34,6 +34,8 @@ __all__ = ["Dialer", "Identity", "LinkEvent", "Listener", "Mail", "Peer", "PeerD
 
 _log = logging.getLogger(__name__)
 _MAX_MESSAGE_BYTES = 1 << 28
+_COPY_BELOW = 1 << 16  # bytes of a frame: below, a copy costs less than sharing its memory
+_LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # plain ints: 128 sends a step
 
 
 class _Endpoint:
@@ -97,28 +99,23 @@ class _Endpoint:
             case Arrival.NEXT:
                 pass
         try:
-            decoded = codec.decode(frames)
+            message = codec.decode_payload(frames)
         except codec.WireError as error:
             unknown = isinstance(error, codec.UnknownTag)
             self.counters["unknown_tags" if unknown else "bad_frames"] += 1
             _log.warning("%s: refused a message: %s", self.me.name, error)
             return None
-        if isinstance(decoded.message, Heartbeat):
+        if isinstance(message, Heartbeat):
             if link.peer is not None:
-                link.peer.stats = decoded.message.stats
+                link.peer.stats = message.stats
             return None
-        if link.peer is not None and not isinstance(decoded.message, Hello | Welcome | Refused):
+        if link.peer is not None and not isinstance(message, (Hello, Welcome, Refused)):
+            received_ns = time.time_ns()
             self._events.append(
-                Mail(
-                    link.peer,
-                    decoded.message,
-                    decoded.attachments,
-                    decoded.header.sent_ns,
-                    time.time_ns(),
-                )
+                Mail(link.peer, message, list(frames[2:]), header.sent_ns, received_ns)
             )
             return None
-        return decoded.message
+        return message
 
     def _beat(self, link: Link, now: float) -> bool:
         """Send a heartbeat when one is due; False when the outbox is full."""
@@ -136,6 +133,17 @@ def _monitored(monitor: "zmq.Socket[bytes] | None") -> Iterator[int]:
     """The events that a monitor holds."""
     while monitor is not None and monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # pyright: ignore[reportOperatorIssue]
         yield parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))["event"]
+
+
+def _send(socket: "zmq.Socket[bytes]", frames: Sequence[bytes]) -> None:
+    """All frames as one message; libzmq takes it whole or not at all.
+
+    Raises:
+        zmq.Again: it takes none now.
+    """
+    for frame in frames[:-1]:
+        socket.send(frame, _MORE, copy=len(frame) < _COPY_BELOW)
+    socket.send(frames[-1], _LAST, copy=len(frames[-1]) < _COPY_BELOW)
 
 
 class _LinkBroken(Exception):
@@ -174,6 +182,7 @@ class Listener(_Endpoint):
         self.socket.bind(bind_address(address, links.bind))
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._links: dict[bytes, Link] = {}
+        self._next_tick = 0.0
         self._by_name: dict[str, bytes] = {}
 
     @property
@@ -308,7 +317,7 @@ class Listener(_Endpoint):
     def _flush(self, identity: bytes, link: Link) -> bool:
         while link.outbox:
             try:
-                self.socket.send_multipart([identity, *link.outbox[0]], zmq.NOBLOCK, copy=False)
+                _send(self.socket, [identity, *link.outbox[0]])
             except zmq.Again:
                 break
             except zmq.ZMQError as error:  # EHOSTUNREACH: ROUTER_MANDATORY, the peer is gone
@@ -320,7 +329,11 @@ class Listener(_Endpoint):
         return True
 
     def _tick(self) -> None:
+        """Silence, heartbeats and full sockets; not at each of the many calls between beats."""
         now = time.monotonic()
+        if now < self._next_tick and not self._unsent():
+            return
+        self._next_tick = now + self._links_config.heartbeat_s / 16
         for identity, link in list(self._links.items()):
             if now - link.last_heard > self._links_config.timeout_s:
                 self._drop(identity, f"silent for {self._links_config.timeout_s} s")
@@ -500,7 +513,7 @@ class Dialer(_Endpoint):
         outbox = self._link.outbox
         while outbox:
             try:
-                self.socket.send_multipart(outbox[0], zmq.NOBLOCK, copy=False)
+                _send(self.socket, outbox[0])
             except zmq.Again:
                 break
             outbox.popleft()
