@@ -54,7 +54,7 @@ class Admission:
         self.is_blocked = False
         if not self._waiting:
             return
-        self._expected = self._absent(set().union(*self._residency.expected))
+        self._expected = self._absent(set[bytes]().union(*self._residency.expected))
         loads = RankLoads(self._residency, self._watermark, self._costs)
         for request in list(self._waiting):
             if request.is_parked or self._awaits_prefix(request, step):
@@ -170,7 +170,8 @@ class Admission:
         least = min(len(request.ids), self._geometry.chunk_align)
         is_open = (budgets >= least) & (loads.rows < self._geometry.max_rows)
         ranks = np.flatnonzero(is_open)
-        for rank in ranks[np.argsort(times[ranks], kind="stable")].tolist():
+        cheapest: list[int] = ranks[np.argsort(times[ranks], kind="stable")].tolist()
+        for rank in cheapest:
             if self._residency.memories[rank].num_free_slots == 0:
                 continue
             hit = hits.get(rank, Hit())

@@ -10,6 +10,7 @@ from .residency import Residency
 from .waiting import WaitingQueue
 
 TOMBSTONE_NS = 10_000_000_000
+MAX_TOMBSTONES = 65_536
 ENDED_NS = 60_000_000_000
 MAX_ENDED = 4096
 
@@ -77,6 +78,8 @@ class Registry:
         """Remember an abort: it may have overtaken its Generate."""
         self.tombstones[rid] = (attempt, now + TOMBSTONE_NS)
         self.tombstones.move_to_end(rid)
+        if len(self.tombstones) > MAX_TOMBSTONES:
+            self.tombstones.popitem(last=False)
 
     def expire(self, now: int) -> None:
         """Drop tombstones and unacknowledged ends that are old enough."""
