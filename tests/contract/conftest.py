@@ -56,8 +56,23 @@ def gateway(
         yield made
 
 
+@pytest.fixture(scope="module", params=kinds("kvstore"))
+def kvstore(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Target]:
+    folder = tmp_path_factory.mktemp("c")
+    extra = (
+        f'[kvstore]\ncount = 1\nshared_dir = "{folder}/shared"\n'
+        "memory_bytes = 8388608\ndisk_bytes = 33554432\nrecord_bytes = 1048576"
+    )
+    with target("kvstore", request.param, folder, extra) as made:
+        yield made
+
+
 LISTENERS = [
-    (service, kind) for service in ("scheduler", "router", "tokenizer") for kind in kinds(service)
+    (service, kind)
+    for service in ("scheduler", "router", "tokenizer", "kvstore")
+    for kind in kinds(service)
 ]
 
 

@@ -58,6 +58,8 @@ def make(name: str, /, **given: object) -> Message:
 def _default(text: str) -> object:
     if text.endswith("()"):
         return make(text.removesuffix("()"))
+    if (enum := text.split(".")[0]) in ENUMS:
+        return getattr(ENUMS[enum], text.removeprefix(f"{enum}."))
     return [1, 0] if "PROTOCOL" in text else ast.literal_eval(text)
 
 
@@ -69,9 +71,9 @@ def read(array: Sequence[Any], name: str = "") -> SimpleNamespace:
     return SimpleNamespace(tag=tag, **known, **missing)
 
 
-def pack(seq: int, message: object, *, major: int = 1) -> list[bytes]:
-    """Header and payload."""
-    return [packed([major, seq, time.time_ns()]), packed(message)]
+def pack(seq: int, message: object, *attached: bytes, major: int = 1) -> list[bytes]:
+    """Header, payload, attachments."""
+    return [packed([major, seq, time.time_ns()]), packed(message), *attached]
 
 
 def packed(value: object) -> bytes:
@@ -146,6 +148,7 @@ class Mailbox:
         """Check the numbering, keep the message."""
         major, seq, _ = msgpack.unpackb(frames[0])
         message = read(msgpack.unpackb(frames[1]))
+        message.attached = list(frames[2:])
         if message.tag != "Refused":
             assert (major, seq) == (1, self.seq_in), "numbers without a gap from 0"
             self.seq_in += 1
@@ -188,11 +191,11 @@ class Dealer(Mailbox):
         self._beaten = time.monotonic()
         wire.ends.append(self)
 
-    def send(self, message: Message, *, seq: int | None = None) -> None:
+    def send(self, message: Message, *attached: bytes, seq: int | None = None) -> None:
         """One message with the next number, or with another one."""
         if seq is None:
             seq, self.seq_out = self.seq_out, self.seq_out + 1
-        self.socket.send_multipart(pack(seq, message))
+        self.socket.send_multipart(pack(seq, message, *attached))
 
     def drain(self) -> None:
         """Everything that has come."""

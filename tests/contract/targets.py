@@ -69,13 +69,14 @@ def target(service: str, kind: str, folder: Path, extra: str = "") -> Iterator[T
         "executor": Target("", schedulers),
         "router": Target(at["router-0"], schedulers),
         "tokenizer": Target(at["tokenizer-0"], schedulers),
+        "kvstore": Target(at["kvstore-0"]),
         "gateway": Target(f"http://127.0.0.1:{_free_port()}", [at["tokenizer-0"]]),
     }[service]
     with running(made, _argv(service, kind, folder, made, extra), folder) as started:
         yield started
 
 
-_NAMES = ("tokenizer-0", "router-0", "scheduler-0")
+_NAMES = ("tokenizer-0", "router-0", "scheduler-0", "kvstore-0")
 
 
 def _argv(service: str, kind: str, folder: Path, made: Target, extra: str) -> list[str]:

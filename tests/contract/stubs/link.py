@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgpack
@@ -26,9 +26,9 @@ class Link:
         self.seq_in = self.seq_out = 0
         self.name, self.heard, self.stats = "", time.monotonic(), None
 
-    def send(self, *message: object) -> None:
+    def send(self, *message: object, attached: Sequence[bytes] = ()) -> None:
         self.seq_out += 1
-        self.send_frames([pack([1, self.seq_out - 1, time.time_ns()]), pack(message)])
+        self.send_frames([pack([1, self.seq_out - 1, time.time_ns()]), pack(message), *attached])
 
     def take(self, seq: int, message: Message | None) -> Message | None:
         """Count a message; None for what is of no use. ConnectionError: the link is over."""
@@ -77,6 +77,7 @@ class Node:
         self.by_key: dict[Any, Link] = {}  # identities of those that dialled in, our own sockets
         self.router: Any = None
         self.poller, self.beaten = zmq.Poller(), 0.0
+        self.attached: list[bytes] = []  # to the message that is delivered
 
     def listen(self, address: str) -> None:
         self.router = zmq.Context.instance().socket(zmq.ROUTER)
@@ -93,10 +94,10 @@ class Node:
         link = self.by_key[socket] = Link(socket.send_multipart, address)
         link.send("Hello", *self.me)
 
-    def send(self, name: str, *message: object) -> None:
+    def send(self, name: str, *message: object, attached: Sequence[bytes] = ()) -> None:
         try:
             if name in self.links:
-                self.links[name].send(*message)
+                self.links[name].send(*message, attached=attached)
         except zmq.ZMQError:
             pass  # it left: `tend` finds out
 
@@ -111,6 +112,7 @@ class Node:
             for socket, _ in self.poller.poll(10):
                 frames = socket.recv_multipart()
                 key = frames.pop(0) if socket is self.router else socket
+                self.attached = frames[2:]
                 try:
                     message = self.arrive(key, frames)
                     if message is not None:
@@ -131,8 +133,7 @@ class Node:
             raise ConnectionError(message[1:])
         message = link.take(seq, message) if major == 1 else None
         if message and message[0] == "Welcome":
-            link.name = message[2]
-            self.links[link.name] = link
+            link.name, self.links[message[2]] = message[2], link
         return message
 
     def greet(self, key: bytes, major: int, seq: int, message: Message | None) -> Message | None:
@@ -152,8 +153,7 @@ class Node:
     def drop(self, key: Key, on_down: Callable[[str], None]) -> None:
         link = self.by_key.pop(key)
         if self.links.get(link.name) is link:
-            del self.links[link.name]
-            on_down(link.name)
+            on_down(self.links.pop(link.name).name)
         if link.address:
             self.poller.unregister(key)
             key.close()
