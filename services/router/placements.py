@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from deepmesh.wire.messages import AckRow, ErrorCode, Failed, Generate, Rid, ServiceStats
 from services.router.policy import Candidate, choose
+from services.router.prefixes import PrefixSketch, prefix_chain
 
 MAX_WAITING = 4096  # requests without a replica
 MAX_KEPT_BYTES = 256 << 20  # of messages that no scheduler has accepted yet
@@ -46,6 +47,7 @@ class Placements:
         self._replicas: dict[str, Replica] = {}
         self._placed: dict[Rid, Placed] = {}
         self._waiting: dict[Rid, Placed] = {}  # oldest first
+        self._sketch = PrefixSketch()
         self.kept_bytes = 0
         self._turn = 0
 
@@ -82,7 +84,7 @@ class Placements:
                 return [Send(known.replica, message)]
             if known.sends == 0:
                 return self._place(known, message)
-        avoid = known.replica if known is not None and known.attempt == message.attempt else ""
+        avoid = known.replica if known is not None else ""  # it was silent there, or refused
         self._forget(message.rid)
         placed = self._placed[message.rid] = Placed(tokenizer, message.attempt, None)
         self._keep(placed, message)
@@ -119,6 +121,7 @@ class Placements:
     def replica_down(self, name: str) -> list[Send]:
         """What it had not accepted goes elsewhere; the rest its tokenizers send again."""
         self._replicas.pop(name, None)
+        self._sketch.lost(name)
         lost = [(rid, p) for rid, p in self._placed.items() if p.replica == name]
         sends: list[Send] = []
         for rid, placed in lost:
@@ -132,15 +135,17 @@ class Placements:
     # ------------------------------------------------------------ inside
 
     def _place(self, placed: Placed, message: Generate, avoid: str = "") -> list[Send]:
+        chain = prefix_chain(message)
         ready = [
-            Candidate(name, load)
+            Candidate(name, load, self._sketch.known_tokens(chain, name))
             for name, load in self.loads().items()
             if self._replicas[name].is_open
         ]
         free = [candidate for candidate in ready if candidate.load < self._max_requests]
         candidates = [candidate for candidate in free if candidate.name != avoid] or free
         if candidates:
-            placed.replica = choose(candidates, self._turn)
+            placed.replica = choose(candidates, self._turn, len(message.prompt_ids) // 4)
+            self._sketch.note(chain, placed.replica)
             placed.sends = 1
             self._turn += 1
             self._replicas[placed.replica].num_placed += 1

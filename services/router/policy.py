@@ -14,17 +14,25 @@ class Candidate(NamedTuple):
     affinity: int = 0  # prompt tokens that it need not compute
 
 
-def choose(candidates: Sequence[Candidate], turn: int) -> str:
+def choose(candidates: Sequence[Candidate], turn: int, prompt_tokens: int = 1) -> str:
     """The name of the best candidate; there must be one.
 
     Of the replicas that stay within `BOUND` times the mean load (consistent hashing with bounded
-    loads, arXiv 1608.01350), the one that knows most of the prompt, then the least loaded one;
-    equals take turns, `turn` counts the choices made so far.
+    loads, arXiv 1608.01350), the one with the greatest share of the prompt less its load above
+    the mean; among equals the one that knows most of the prompt, and they take turns: `turn`
+    counts the choices made so far. The mean is of the candidates alone: replicas that cannot be
+    chosen say nothing about how busy the others should be.
     """
-    total = sum(candidate.load for candidate in candidates) + 1
-    bound = max(BOUND * total / len(candidates), 1.0)
+    total, num = sum(candidate.load for candidate in candidates), len(candidates)
+    bound = max(BOUND * (total + 1) / num, 1.0)
     within = [candidate for candidate in candidates if candidate.load + 1 <= bound]
     within = within or [min(candidates, key=lambda candidate: candidate.load)]
-    best = max((candidate.affinity, -candidate.load) for candidate in within)
-    equals = [c.name for c in within if (c.affinity, -c.load) == best]
+    mean = total / num
+
+    def rank(candidate: Candidate) -> tuple[float, int]:
+        share = candidate.affinity / max(1, prompt_tokens)
+        return share - (candidate.load - mean) / max(1.0, mean), candidate.affinity
+
+    best = max(map(rank, within))
+    equals = [candidate.name for candidate in within if rank(candidate) == best]
     return equals[turn % len(equals)]

@@ -6,9 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepmesh.wire.messages import AckRow, ErrorCode, Failed, Generate, ReplicaStats, ServiceStats
+from deepmesh.wire.packed import pack_ids
 from services.router import placements
 from services.router.placements import Placements, Send
 from services.router.policy import BOUND, Candidate, choose
+from services.router.prefixes import MAX_CHUNKS, PrefixSketch, prefix_chain
 
 
 def generate(number: int, attempt: int = 1) -> Generate:
@@ -44,8 +46,82 @@ def test_the_least_loaded_is_chosen_and_equals_take_turns() -> None:
 
 
 def test_a_cached_prefix_counts_within_the_bound_only() -> None:
-    assert choose([Candidate("a", 10, affinity=128), Candidate("b", 9)], 0) == "a"
-    assert choose([Candidate("a", 20, affinity=128), Candidate("b", 9)], 0) == "b"
+    assert choose([Candidate("a", 10, affinity=128), Candidate("b", 9)], 0, 130) == "a"
+    assert choose([Candidate("a", 20, affinity=128), Candidate("b", 9)], 0, 130) == "b"
+
+
+def test_a_small_part_of_the_prompt_is_not_worth_a_longer_queue() -> None:
+    busy, idle = Candidate("a", 10, affinity=128), Candidate("b", 8)
+    assert choose([busy, idle], 0, prompt_tokens=256) == "a"
+    assert choose([busy, idle], 0, prompt_tokens=8192) == "b"
+
+
+def test_what_cannot_be_chosen_does_not_count_in_the_mean() -> None:
+    """A full replica and one that drains would make 9 look like little."""
+    made = router(0, 9, 100, 90)
+    made.heartbeat("s3", stats(90, draining=True))
+    assert {placed_at(made, n) for n in range(9)} == {"s0"}
+
+
+def test_an_attempt_that_follows_a_refusal_goes_elsewhere() -> None:
+    made = router(0, 5)
+    assert placed_at(made, 1) == "s0"
+    made.ack([AckRow(generate(1).rid, 0)])  # its tokenizer has heard of it
+    assert placed_at(made, 1, attempt=2) == "s1"
+    assert placed_at(made, 1, attempt=3) == "s0"
+    assert made.num_requests == 1
+    assert made.loads() == {"s0": 1, "s1": 5}
+
+
+# ---------------------------------------------------------------- prefixes
+
+
+def long(number: int, shared: int, length: int = 1000, salt: bytes = b"") -> Generate:
+    """A prompt whose first `shared` tokens are those of all others."""
+    ids = [7] * shared + [1000 + number] * (length - shared)
+    rid = number.to_bytes(16, "big")
+    return Generate(rid, 1, "tokenizer-0", pack_ids(ids), length, salt=salt)
+
+
+def place(router: Placements, message: Generate) -> str:
+    (send,) = router.generate("tokenizer-0", message)
+    assert isinstance(send.message, Generate)
+    router.ack([AckRow(message.rid, 0, done=True)])
+    return send.name
+
+
+def test_prompts_with_a_common_beginning_meet_at_one_replica() -> None:
+    made = router(0, 0, 0)
+    first = place(made, long(1, 900))
+    assert {place(made, long(n, 900)) for n in range(2, 8)} == {first}
+    others = {place(made, long(n, 100)) for n in range(8, 14)}  # less than a chunk in common
+    assert others == {"s0", "s1", "s2"}
+    assert len({place(made, long(n, 900, salt=b"%d" % n)) for n in range(14, 20)}) == 3
+
+
+def test_a_prefix_does_not_bind_to_a_busy_replica_or_a_former_life() -> None:
+    made = router(0, 0)
+    first = place(made, long(1, 900))
+    other = "s1" if first == "s0" else "s0"
+    made.heartbeat(first, stats(40))
+    assert place(made, long(2, 900)) == other
+    made.heartbeat(first, stats(0))
+    made.replica_down(first)
+    made.replica_up(first)
+    made.heartbeat(first, stats(0))
+    assert {place(made, long(n, 900)) for n in range(3, 7)} == {other}
+
+
+def test_what_the_sketch_knows_is_bounded() -> None:
+    sketch = PrefixSketch(max_known=10)
+    chains = [prefix_chain(long(n, 0)) for n in range(3)]  # 7 chunks each
+    for chain in chains:
+        sketch.note(chain, "s0")
+    assert sketch.known_tokens(chains[2], "s0") == 7 * 128
+    assert sketch.known_tokens(chains[1], "s0") == 3 * 128  # its beginning is kept longest
+    assert sketch.known_tokens(chains[0], "s0") == 0
+    assert sketch.known_tokens(chains[2], "s1") == 0
+    assert len(prefix_chain(long(1, 0, length=100_000))) == MAX_CHUNKS
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 500)), min_size=1), st.integers(0))
