@@ -1,6 +1,7 @@
 """Two replicas behind a router: whichever process dies, the same text comes out."""
 
 import json
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -55,16 +56,23 @@ def stream(mesh: Mesh, number: int, on_piece: Semaphore) -> tuple[str, str]:
     raise AssertionError("the stream ended without a reason")
 
 
-def storm(mesh: Mesh, *kill: str) -> list[tuple[str, str]]:
-    """All streams at once; the named processes die while each of them runs."""
+def storm(
+    mesh: Mesh, *kill: str, how: int = signal.SIGKILL, late: bool = False
+) -> list[tuple[str, str]]:
+    """All streams at once; the named processes get a signal while each of them runs.
+
+    With `late` the same requests come once more, right behind the signal.
+    """
     running = Semaphore(0)
-    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+    with ThreadPoolExecutor(2 * NUM_STREAMS) as pool:
         streams: list[Future[tuple[str, str]]] = [
             pool.submit(stream, mesh, number, running) for number in range(NUM_STREAMS)
         ]
         for _ in range(NUM_STREAMS):
             assert running.acquire(timeout=60)
-        pids = {name: mesh.kill(name) for name in kill}
+        pids = {name: mesh.kill(name, how) for name in kill}
+        if late:
+            streams += [pool.submit(stream, mesh, n, running) for n in range(NUM_STREAMS)]
         answers = [each.result(timeout=60) for each in streams]
     for name, pid in pids.items():
         assert pid
@@ -103,3 +111,8 @@ def test_the_router_spreads_and_a_death_changes_no_text(mesh: Mesh) -> None:
     assert storm(mesh, "router-0") == undisturbed
     assert storm(mesh, "scheduler-1") == undisturbed
     assert storm(mesh, "router-0", "scheduler-0") == undisturbed
+
+
+def test_requests_that_meet_a_draining_replica_go_on_at_the_other(mesh: Mesh) -> None:
+    undisturbed = storm(mesh)
+    assert storm(mesh, "scheduler-1", how=signal.SIGTERM, late=True) == 2 * undisturbed
