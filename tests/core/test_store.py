@@ -579,6 +579,24 @@ def test_a_load_that_never_ends_does_not_lock_the_device_for_good() -> None:
     driver.assert_clean()
 
 
+def test_a_lone_request_that_lacks_quarantined_blocks_gets_them_with_a_new_epoch() -> None:
+    driver, load = loading(num_global_blocks=14)
+    (gone,) = driver.requests.values()
+    driver.abort(gone)
+    request = driver.ask(20, max_tokens=90)  # fourteen blocks in the end, six are pinned
+    driver.tick()
+    driver.answer()
+    driver.run()
+    assert not request.terminals
+    assert driver.core.group.engine_epoch == load.engine_epoch  # it may end yet
+    driver.tick(seconds=11)  # its own stores are over their deadline, too
+    assert driver.core.group.engine_epoch > load.engine_epoch
+    driver.auto = True
+    driver.run()
+    assert request.terminals
+    driver.assert_clean()
+
+
 def test_a_preempted_request_loads_what_was_evicted_meanwhile() -> None:
     config = replace(CONFIG, max_rows=4)
     driver = StoreDriver(config, num_global_blocks=22, num_window_blocks=40)

@@ -103,6 +103,7 @@ class Engine:
             draft_len=geometry.decode_width - 1, cost_by_tier=verify_costs(capacities)
         )
         self.packer = Packer(self.residency, group, self.verify)
+        self._is_short = False  # of blocks, so that the last plan had no row
         self.results = Results(self.residency, group, outbox, registry, geometry)
 
     @property
@@ -117,13 +118,14 @@ class Engine:
         plan = self.planner.plan(now)
         if plan.empty and plan.starved and self._is_stuck() and self.watermark.break_deadlock():
             plan = self.planner.plan(now)
+        self._is_short = plan.empty and (plan.starved or self.admission.is_blocked)
         plan.flags = flags
         return self.packer.pack(plan, now) if flags or not plan.empty else None
 
     @property
     def lacks_quarantined(self) -> bool:
         """Nothing runs and nothing comes back, and transfers that do not end keep blocks."""
-        return self.residency.ops.num_overdue > 0 and self.admission.is_blocked and self._is_stuck()
+        return self._is_short and self.residency.ops.num_overdue > 0 and self._is_stuck()
 
     def apply(self, step: StepRecord, results: list[StepResult], now: int) -> None:
         """Apply the results of some ranks for a step, and complete the preemptions they allow.
