@@ -1,11 +1,12 @@
 """One run of one case: the processes are started, measured, stopped, and asked for a replay."""
 
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,12 +15,12 @@ import msgspec
 
 from bench.rig import metrics
 from bench.rig.cases import ROOT, Case
+from bench.rig.meter import Load, Meter
 from bench.rig.recorder import Recording
 from bench.rig.replay import replay
 from bench.rig.sink import Sink
 from deepmesh.config import Config
 from deepmesh.processes import Child, Command, mesh_commands
-from deepmesh.report import Steal
 from deepmesh.run_dir import dump_toml, tail
 from deepmesh.supervisor import Mesh
 
@@ -38,8 +39,7 @@ class Run:
     window: metrics.Window
     ideal: metrics.Window | None  # of the replay, if one was made
     same_tokens: bool  # in the replay
-    steal: float  # share of CPU time
-    cpu_ms: dict[str, float]  # of each process, per step; empty where it was not watched
+    load: Load
 
 
 def run(case: Case, steps: int, *, with_replay: bool) -> Run:
@@ -66,16 +66,13 @@ def _run_pair(config: Config, case: Case, steps: int, *, with_replay: bool) -> R
             sink = Sink(config, case)
             try:
                 first = sink.settle()
-                steal, cpu = Steal(), [cpu_ms_of(child.pid) for child in (scheduler, executor)]
+                meter = Meter(scheduler=scheduler.pid, executor=executor.pid, sink=os.getpid())
                 sink.run_until(first + steps)
-                stolen = steal.take()
-                used = [cpu_ms_of(child.pid) for child in (scheduler, executor)]
+                load = meter.read(steps)
             finally:
                 sink.close()
             _stop(scheduler)
-        names, bounds = ("scheduler", "executor"), (first, first + steps)
-        cpu_ms = {n: (b - a) / steps for n, a, b in zip(names, cpu, used, strict=True)}
-        return _evaluate(config, case, _read(out), bounds, with_replay, stolen, cpu_ms)
+        return _evaluate(config, case, _read(out), (first, first + steps), with_replay, load)
 
 
 def _run_mesh(config: Config, case: Case, steps: int, *, with_replay: bool) -> Run:
@@ -84,18 +81,18 @@ def _run_mesh(config: Config, case: Case, steps: int, *, with_replay: bool) -> R
     out = run_dir.parent / "recording"
     commands = _commands(config, case, run_dir / "mesh.toml", out)
     with Mesh(config, commands=list(commands.values())) as mesh:
-        steal = Steal()
+        meter = Meter()
         _serve_clients(mesh.url, case.rows, WARM_S + steps * case.step_ms / 1000)
-        stolen = steal.take()
+        load = meter.read(steps)
     recording = _read(out)
     bounds = metrics.full_steps(recording.submits, case.rows)
     if bounds[1] - bounds[0] < steps // 2:
         raise RunError(f"only the group steps {bounds} were full of rows")
     if not with_replay:
-        return _evaluate(config, case, recording, bounds, with_replay, stolen, {})
+        return _evaluate(config, case, recording, bounds, with_replay, load)
     (run_dir / "mesh.toml").write_text(dump_toml(config))
     with _started(config, commands["executor-0-0"]):
-        return _evaluate(config, case, recording, bounds, with_replay, stolen, {})
+        return _evaluate(config, case, recording, bounds, with_replay, load)
 
 
 def _serve_clients(url: str, streams: int, seconds: float) -> None:
@@ -112,19 +109,18 @@ def _evaluate(
     recording: Recording,
     bounds: tuple[int, int],
     with_replay: bool,
-    steal: float,
-    cpu_ms: dict[str, float],
+    load: Load,
 ) -> Run:
     tail_ns = round(case.tail_ms * 1e6)
     submits = metrics.repeatable(recording.submits, bounds[1])
     measured = metrics.window(submits, recording.results, *bounds, tail_ns=tail_ns)
     if not with_replay:
-        return Run(measured, None, True, steal, cpu_ms)
+        return Run(measured, None, True, load)
     results = replay(config, submits)
     ideal = metrics.window(submits, results, *bounds, tail_ns=tail_ns)
     tokens = {result.step_id: result.tokens for result in recording.results}
     same = all(result.tokens == tokens[result.step_id] for result in results)
-    return Run(measured, ideal, same, steal, cpu_ms)
+    return Run(measured, ideal, same, load)
 
 
 # ------------------------------------------------------------ processes
@@ -170,9 +166,3 @@ def _last_lines(log: Path) -> str:
 
 def _read(out: Path) -> Recording:
     return msgspec.msgpack.decode(out.read_bytes(), type=Recording)
-
-
-def cpu_ms_of(pid: int) -> float:
-    """CPU time of all threads of a process so far."""
-    stats: Sequence[Path] = list(Path(f"/proc/{pid}/task").glob("*/schedstat"))
-    return sum(int(stat.read_text().split()[0]) for stat in stats) / 1e6
