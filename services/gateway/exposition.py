@@ -29,7 +29,20 @@ _REPLICA_GAUGES: list[tuple[str, str, _Read, str]] = [
     ("waiting_tokens", "Prompt tokens not yet computed", lambda r: r.waiting_tokens, ""),
     ("inflight_tokens", "Tokens of steps not yet resolved", lambda r: r.inflight_tokens, ""),
     ("kv_usage", "Share of the fullest pool in use", lambda r: kv_usage(r), "kv_cache_usage_perc"),
+    (
+        "quarantined_blocks",
+        "KV blocks of transfers over their deadline",
+        lambda r: r.quarantined_blocks,
+        "",
+    ),
     ("replica_ready", "1 when the replica serves", lambda r: r.ready, ""),
+    ("replica_paused", "1 while an operator holds it between two steps", lambda r: r.paused, ""),
+    (
+        "quarantined_blocks",
+        "Blocks of transfers to or from a kvstore that are over their deadline",
+        lambda r: r.quarantined_blocks,
+        "",
+    ),
     ("max_model_len", "Longest prompt and output together", lambda r: r.max_model_len, ""),
 ]
 _REPLICA_COUNTERS: list[tuple[str, str, _Read, str]] = [
@@ -42,6 +55,15 @@ _REPLICA_COUNTERS: list[tuple[str, str, _Read, str]] = [
         lambda r: r.cached_prompt_tokens,
         "prefix_cache_hits",
     ),
+    ("store_hit_tokens", "Tokens loaded from a kvstore", lambda r: r.store_hit_tokens, ""),
+    ("stored_blocks", "Blocks and points written to a kvstore", lambda r: r.stored_blocks, ""),
+    (
+        "store_hit_tokens",
+        "Prompt tokens loaded from a kvstore",
+        lambda r: r.store_hit_tokens,
+        "external_prefix_cache_hits",
+    ),
+    ("stored_blocks", "Blocks and points written to a kvstore", lambda r: r.stored_blocks, ""),
     ("steps", "Group steps", lambda r: r.steps, ""),
     ("replica_finished", "Requests that ended well", lambda r: r.finished, ""),
     ("replica_failed", "Requests that failed", lambda r: r.failed, ""),
@@ -164,6 +186,8 @@ class Exposition(Collector):
                 blocks.add_metric([replica.name, pool, "total"], total)
                 blocks.add_metric([replica.name, pool, "free"], free)
                 blocks.add_metric([replica.name, pool, "cached"], replica.cached_blocks[index])
+                blocks.add_metric([replica.name, pool, "pinned"], replica.pinned_blocks[index])
+                blocks.add_metric([replica.name, pool, "pinned"], replica.pinned_blocks[index])
         yield queries
         yield blocks
 
