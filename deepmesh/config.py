@@ -110,8 +110,8 @@ class ExecutorConfig(Section, frozen=True):
     window_blocks: int = 0
     slots: int = 0  # 0: scheduler.max_rows + room for fences
     max_queued: int = 64  # steps that may wait for the device; a scheduler sends `depth` of them
-    # kind = "fake": a device that takes its time, for tests and benchmarks
-    fake_step_ms: float = 0.0  # from the begin of a step to its tokens
+    # Of a device that takes its time, for tests and benchmarks:
+    fake_step_ms: float = 0.0  # kind = "fake": from the begin of a step to its tokens
     fake_tail_ms: float = 0.0  # from there to the end of the step
     fake_draft_len: int = 0  # drafts that each decode row verifies
     fake_mask_ms: float = -1.0  # until the mask behind a token is there; negative: no grammars
