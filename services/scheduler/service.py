@@ -105,7 +105,7 @@ class SchedulerService:
         _log.info("listening at %s", self.listener.address)
         try:
             while not self.core.drained:
-                self._turn(self.core.idle_for())
+                self.turn(self.inbox.wait(self.core.idle_for()))
             self._say_last_words()
         finally:
             self._ready.close()
@@ -113,11 +113,11 @@ class SchedulerService:
 
     # ------------------------------------------------------------ the loop
 
-    def _turn(self, timeout_s: float) -> None:
+    def turn(self, events: list[LinkEvent]) -> None:
         """Everything that is there, then one Tick: mail is in, plan. Results are applied last, and
         together, unless a peer comes or goes behind them: that may end the engine epoch."""
         results: list[tuple[str, StepResult]] = []
-        for event in self.inbox.wait(timeout_s):
+        for event in events:
             if isinstance(event, LinkMail) and isinstance(event.message, StepResult):
                 self._traces.hop(event)
                 results.append((event.peer.name, event.message))
@@ -240,7 +240,7 @@ class SchedulerService:
         """Let the last messages leave: their acknowledgements say that they arrived."""
         deadline = time.monotonic() + LAST_WORDS_S
         while self.core.registry.ended and (left := deadline - time.monotonic()) > 0:
-            self._turn(left)
+            self.turn(self.inbox.wait(left))
 
     def _stats(self) -> ServiceStats:
         stats = replace(self.core.stats(), failed_audits=self._checkup.num_failed)

@@ -180,7 +180,7 @@ class Intake:
     def _rehome(self, request: Request, reply_to: str, attempt: int) -> None:
         request.reply_to = reply_to
         if request.slot >= 0 and self._registry.residency is not None:
-            self._registry.residency.table.reply_to[request.slot] = reply_to
+            self._registry.residency.table.home(request.slot, reply_to)
         request.attempt = attempt or request.attempt
         request.orphaned_ns = 0
 

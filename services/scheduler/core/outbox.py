@@ -35,13 +35,9 @@ class Outbox:
         else:
             rows.append(row)
 
-    def add_rows(self, peers: list[str], rows: list[TokenRow]) -> None:
-        """Many at once; nearly always all for one tokenizer."""
-        if peers and peers.count(peers[0]) == len(peers):
-            self._rows.setdefault(peers[0], []).extend(rows)
-            return
-        for peer, row in zip(peers, rows, strict=True):
-            self.add_row(peer, row)
+    def add_rows(self, peer: str, rows: list[TokenRow]) -> None:
+        """Many for one tokenizer."""
+        self._rows.setdefault(peer, []).extend(rows)
 
     def flush_rows(self, step_id: int, now: int) -> None:
         """Close the batches of this step."""

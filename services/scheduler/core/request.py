@@ -116,7 +116,8 @@ class RequestTable:
         blocks = -(-max_len // block_size) + 1
         self.requests: list[Request | None] = [None] * size
         self.wire_rid = np.full(size, b"", np.object_)  # the request's id on the wire
-        self.reply_to = np.full(size, "", np.object_)  # its tokenizer
+        self.tokenizers: list[str] = []  # all that ever asked for one of these requests
+        self.tokenizer = np.zeros(size, np.int16)  # who gets its tokens, as an index into those
         self.rid = np.zeros(size, np.uint64)
         self.epoch = np.zeros(size, np.uint32)
         self.gen = np.zeros(size, np.uint32)
@@ -147,6 +148,12 @@ class RequestTable:
         self.ids = np.empty((size, max_len + 1), np.int32)
         self.global_blocks = np.empty((size, blocks), np.int32)
         self.window_blocks = np.empty((size, blocks), np.int32)
+
+    def home(self, index: int, tokenizer: str) -> None:
+        """The request's tokens go to this tokenizer from here on."""
+        if tokenizer not in self.tokenizers:
+            self.tokenizers.append(tokenizer)
+        self.tokenizer[index] = self.tokenizers.index(tokenizer)
 
     def resident(self) -> NDArray[np.intp]:
         """Indices of all slots that hold a request."""

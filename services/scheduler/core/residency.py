@@ -290,7 +290,7 @@ class Residency:
         table, target = self.table, len(request.ids)
         table.requests[index] = request
         table.wire_rid[index] = request.generate.rid
-        table.reply_to[index] = request.reply_to
+        table.home(index, request.reply_to)
         table.rid[index] = request.rid
         table.epoch[index] = request.epoch
         table.phase[index] = Phase.PREFILL

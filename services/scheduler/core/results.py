@@ -1,5 +1,7 @@
 """Applies step results: moves C and K, walks new tokens to the first stop, ends requests."""
 
+from itertools import pairwise
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -156,6 +158,10 @@ class Results:
 
     def _apply_fast(self, answers: Answers, fast: NDArray[np.intp], now: int) -> None:
         table, index = self._table, answers.rows.index[fast]
+        homes = table.tokenizer[index]
+        if len(table.tokenizers) > 1:  # those of one tokenizer side by side
+            order = np.argsort(homes, kind="stable")
+            fast, index, homes = fast[order], index[order], homes[order]
         new, length = answers.tokens[answers.offsets[fast]], table.confirmed[index]
         table.ids[index, length] = new
         table.confirmed[index] = length + 1
@@ -164,7 +170,9 @@ class Results:
         positions = (length - table.prompt_len[index]).tolist()
         ids: list[bytes] = new.view("V4").tolist()
         rows = list(map(TokenRow, table.wire_rid[index].tolist(), positions, ids))
-        self._outbox.add_rows(table.reply_to[index].tolist(), rows)
+        edges = np.flatnonzero(np.diff(homes, prepend=-1)).tolist()
+        for start, end in pairwise([*edges, len(rows)]):
+            self._outbox.add_rows(table.tokenizers[int(homes[start])], rows[start:end])
 
     def _apply_row(self, answers: Answers, row: int, probs: LogProbs, now: int) -> None:
         table, index = self._table, int(answers.rows.index[row])
