@@ -55,8 +55,6 @@ _REPLICA_COUNTERS: list[tuple[str, str, _Read, str]] = [
         lambda r: r.cached_prompt_tokens,
         "prefix_cache_hits",
     ),
-    ("store_hit_tokens", "Tokens loaded from a kvstore", lambda r: r.store_hit_tokens, ""),
-    ("stored_blocks", "Blocks and points written to a kvstore", lambda r: r.stored_blocks, ""),
     (
         "store_hit_tokens",
         "Prompt tokens loaded from a kvstore",
