@@ -300,11 +300,11 @@ class ExecutorService:
 
     def _send_all_results(self) -> None:
         while (result := self._executor.poll(0)) is not None:
-            if isinstance(result, StepResult):
-                self._unresolved -= 1
-                self._traces.result(result)
             if not self._link.send(result):
                 self.counters["unsent_results"] += 1  # the link is down: a reset follows
+            if isinstance(result, StepResult):
+                self._unresolved -= 1
+                self._traces.result(result)  # later: the scheduler waits for the result
 
     def _send_transfers(self) -> None:
         while self._transfers is not None and (done := self._transfers.poll()) is not None:
