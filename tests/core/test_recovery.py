@@ -20,6 +20,7 @@ from deepmesh.wire.messages import (
     TokenBatch,
 )
 from deepmesh.wire.packed import RESULT, ROW, unpack_ids
+from services.scheduler.sim.requests import SimRequest
 from tests.core.driver import CONFIG, EXECUTOR, TOKENIZER, Driver
 
 
@@ -428,3 +429,49 @@ def test_a_client_that_never_takes_its_tokens_is_failed_in_the_end() -> None:
     (failed,) = slow.terminals
     assert isinstance(failed, Failed)
     assert failed.code == ErrorCode.SLOW_CONSUMER
+
+
+def park(driver: Driver) -> SimRequest:
+    """A request far ahead of its client has given its place to another one."""
+    slow = driver.ask(10, max_tokens=30)
+    for _ in range(12):
+        driver.step()
+    assert len(slow.output) >= 5
+    other = driver.ask(10, max_tokens=2)
+    while not other.terminals:
+        driver.step()
+    assert not driver.is_resident(slow)
+    return slow
+
+
+def test_a_parked_request_whose_client_takes_nothing_is_failed_as_slow() -> None:
+    driver = Driver(replace(CONFIG, max_rows=1, deadline_s=60), max_unacked=5)
+    slow = park(driver)
+    driver.tick(seconds=50)
+    assert not slow.terminals
+    driver.ack(slow, 1)  # not enough: it stays where it is
+    driver.run()
+    assert not driver.is_resident(slow)
+    driver.tick(seconds=11)
+    (failed,) = slow.terminals
+    assert isinstance(failed, Failed)
+    assert failed.code == ErrorCode.SLOW_CONSUMER
+    driver.assert_clean()
+
+
+def test_a_client_that_takes_its_tokens_late_has_the_time_from_there_on() -> None:
+    driver = Driver(replace(CONFIG, max_rows=1, deadline_s=60), max_unacked=5)
+    slow = park(driver)
+    driver.tick(seconds=55)
+    hog = driver.ask(10, max_tokens=4)
+    driver.tick()  # somebody else has the place
+    driver.ack(slow)
+    driver.tick(seconds=20)
+    assert not slow.terminals
+    while not slow.terminals:
+        driver.step()
+        driver.ack(slow)
+        driver.ack(hog)
+    assert len(slow.output) == 30
+    driver.run()
+    driver.assert_clean()

@@ -39,12 +39,14 @@ class Intake:
         *,
         replica: str,
         max_waiting: int,
+        max_unacked: int,
     ) -> None:
         self._registry = registry
         self._waiting = waiting
         self._outbox = outbox
         self._replica = replica
         self._max_waiting = max_waiting
+        self._max_unacked = max_unacked
         self._next_rid = 1
         self.geometry: Geometry | None = None  # known once an engine was loaded
         self.totals: tuple[int, int, int] = (0, 0, 0)  # the least blocks of any rank, by class
@@ -101,17 +103,13 @@ class Intake:
         detail = "no such request here; send Generate with the confirmed tokens"
         self._outbox.send(message.reply_to, Failed(message.rid, ErrorCode.UNKNOWN, detail))
 
-    def ack(self, message: Ack, peer: str) -> None:
+    def ack(self, message: Ack, peer: str, now: int) -> None:
         """Tokens that the client took, and ends that arrived."""
         registry = self._registry
         for row in message.rows:
             request = registry.live.get(row.rid)
             if request is not None:
-                request.acked = max(request.acked, row.pos)
-                request.is_parked = False
-                if request.slot >= 0 and registry.residency is not None:
-                    acked = request.prompt_len + request.acked
-                    registry.residency.table.acked_len[request.slot] = acked
+                self._take(request, row.pos, now)
             elif row.done:
                 ended = registry.ended.get(row.rid)
                 if ended is not None and ended.request.reply_to == peer:
@@ -172,6 +170,23 @@ class Intake:
         self._outbox.send(message.reply_to, self._accepted(request))
         if moved:
             self.replay(request, len(message.confirmed_ids) // 4, now)
+
+    def _take(self, request: Request, pos: int, now: int) -> None:
+        """A client took output tokens below `pos`. One that was too far behind goes on from here,
+        and so does its clock: the stop was its own."""
+        if pos <= request.acked:
+            return
+        length = self._registry.confirmed_len(request) - request.prompt_len
+        goes_on = length - request.acked >= self._max_unacked > length - pos
+        request.acked = pos
+        request.is_parked &= not goes_on
+        if goes_on:
+            request.progress_ns = now
+        residency = self._registry.residency
+        if request.slot >= 0 and residency is not None:
+            residency.table.acked_len[request.slot] = request.prompt_len + pos
+            if goes_on:
+                residency.table.progress_ns[request.slot] = now
 
     def _accepted(self, request: Request) -> Accepted:
         cached = max(0, request.cached_tokens)

@@ -88,6 +88,7 @@ class Scheduler:
             self.outbox,
             replica=name,
             max_waiting=config.max_waiting,
+            max_unacked=max_unacked,
         )
         self._session = Session(
             config,
@@ -200,7 +201,7 @@ class Scheduler:
             case Generate():
                 self._generate(message, now)
             case Ack():
-                self.intake.ack(message, peer)
+                self.intake.ack(message, peer, now)
             case Attach():
                 self.intake.attach(message, now)
             case StopAt():
