@@ -16,7 +16,7 @@ help:
 	@echo "make demo      set up, start the whole mesh, ask it three questions, check the answers"
 	@echo "make test      set up, and all tests that need no root, no server and no GPU"
 	@echo "make check     ruff and pyright"
-	@echo "make system    tests that need servers; a missing tool is a failure"
+	@echo "make system    containers, collectors, sanitizers: needs root, installs its tools"
 	@echo "make ci        check, test, system"
 	@echo "make mutants   put known bugs back one by one; each must be caught by its tests"
 	@echo "make test-gpu  tests that need a CUDA device"
@@ -44,6 +44,7 @@ check: $(STAMP)
 	$(BIN)/pyright
 
 system: $(STAMP)
+	tests/system/install.sh $(BIN)/python
 	$(BIN)/python -m pytest -m system tests/system $(ARGS)
 
 ci: check test system
