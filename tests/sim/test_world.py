@@ -83,7 +83,7 @@ def test_depth_two_hides_the_way_over_the_wire() -> None:
     ends = {}
     for depth in (1, 2):
         times = Times(link=500_000)
-        world = World(replace(CONFIG, depth=depth), ROOMY, seed=5, times=times, check=False)
+        world = World(replace(CONFIG, depth=depth), ROOMY, seed=5, times=times, audit_every=0)
         for request in mixed(78, 8, ROOMY, span_ns=1, abort_share=0, grammar_share=0):
             world.submit(request)
         world.run()
@@ -110,7 +110,7 @@ def test_a_rank_that_dies_takes_the_group_down_and_it_comes_back() -> None:
 
 def test_freeing_at_tokens_ready_is_caught() -> None:
     """The suite must be able to see a use-after-free: here the watermark runs ahead."""
-    world = World(replace(CONFIG, depth=2, prefix_cache=False), TINY, seed=1, check=False)
+    world = World(replace(CONFIG, depth=2, prefix_cache=False), TINY, seed=1, audit_every=0)
     for request in mixed(1, 16, TINY):
         world.submit(request)
     world.executors[0].free_at_tokens_ready = True

@@ -17,10 +17,15 @@ class Times:
 
     link: int = 100 * US
     jitter: int = 80 * US
-    step: int = 1 * MS
-    token: int = 5 * US
+    step: int = 1 * MS  # a step of any kind, and for each ...
+    token: int = 5 * US  # ... prefill token of a rank
+    row: int = 5 * US  # ... position that a decode row computes
+    context: int = 0  # ... 1,000 positions that decode rows attend to
+    straggle: float = 0.25  # most that one rank needs longer than another for the same
     tail: int = 300 * US
     load: int = 5 * MS
+    cpu: int = 0  # of the scheduler, each time that it looks at its mail, and for each ...
+    cpu_rank: int = 0  # ... result of a rank
 
 
 class Clock:
@@ -56,41 +61,3 @@ class Clock:
     def digest(self) -> str:
         """Hash of the event log so far."""
         return self._log.hexdigest()
-
-
-class Link:
-    """A FIFO link with jitter between the scheduler and one peer; a cut loses what is on it."""
-
-    def __init__(self, clock: Clock, times: Times) -> None:
-        self.is_up = False
-        self.duplicates = 0.0  # share of messages to the scheduler that arrive twice
-        self._clock, self._times = clock, times
-        self._session = 0
-        self._free = {"there": 0, "back": 0}
-
-    def open(self) -> None:
-        """A new session."""
-        self.is_up = True
-        self._session += 1
-
-    def cut(self) -> None:
-        """Both sides lose the session and all that is on its way."""
-        self.is_up = False
-        self._session += 1
-
-    def send(self, way: str, deliver: Callable[[], None]) -> None:
-        """Deliver after the delay, in order, unless the session ends before."""
-        if not self.is_up:
-            return
-        clock, session = self._clock, self._session
-        delay = self._times.link + clock.random.randrange(self._times.jitter + 1)
-        arrival = max(self._free[way], clock.now + delay)
-        self._free[way] = arrival
-
-        def arrive() -> None:
-            if self._session == session:
-                deliver()
-
-        clock.at(arrival - clock.now, arrive)
-        if way == "back" and clock.random.random() < self.duplicates:
-            clock.at(arrival - clock.now, arrive)

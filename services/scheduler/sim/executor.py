@@ -1,47 +1,48 @@
 """A simulated executor process: one rank's device stream in virtual time, and its faults."""
 
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 from msgspec.structs import replace
 
 from deepmesh.wire.messages import (
     Capacity,
-    Descriptor,
     GpuDone,
     Load,
+    LoadBlocks,
     Reset,
+    RowMode,
+    RowSource,
     StepResult,
     StepStatus,
+    StepTimes,
+    StoreBlocks,
     SubmitStep,
 )
+from deepmesh.wire.packed import ROW
 
 from ..core.events import Incoming
-from .clock import Clock, Link, Times
+from .clock import MS, Clock, Times
+from .collectives import Rendezvous
 from .device import Device
-from .shadow import ShadowError
+from .link import Link
+from .masks import MaskWorker
+from .store import SimStore, SimTransfers, Truth
 
 NO_EPOCH = -1
+LATE_MASK_NS = 8 * MS
 
 
-class Rendezvous:
-    """Stands for the collectives: every rank must enter each group step with one descriptor."""
+@dataclass(slots=True)
+class _Queued:
+    """A step that waits for the device; its rows lie in a staging buffer until it runs."""
 
-    def __init__(self) -> None:
-        self._seen: dict[tuple[int, int], tuple[int, Descriptor]] = {}
-
-    def enter(self, rank: int, step: SubmitStep) -> None:
-        """Compare at once instead of hanging.
-
-        Raises:
-            ShadowError: names both ranks and what each came with.
-        """
-        key = (step.engine_epoch, step.group_step)
-        first, descriptor = self._seen.setdefault(key, (rank, step.descriptor))
-        if descriptor != step.descriptor:
-            raise ShadowError(
-                f"I22 rank {rank} enters group step {step.group_step} with {step.descriptor}, "
-                f"rank {first} with {descriptor}"
-            )
+    step: SubmitStep
+    buffer: int
+    received_ns: int
 
 
 class SimExecutor:
@@ -59,31 +60,32 @@ class SimExecutor:
         to_core: Callable[[str, Incoming], None],
         current_epoch: Callable[[], int],
         depth: int,
+        stores: dict[str, SimStore],
+        truth: Truth,
     ) -> None:
         self.name = f"executor-0-{rank}"
         self.rank = rank
-        self.device = Device(capacity, rank)
         self.link = link
-        self.mask_miss = 0.0
+        self.mask_miss = 0.0  # share of masks that come after the forward has ended
         self.is_hung = False  # the device never ends its steps; the process lives
         self.num_errors_due = 0  # steps that will fail on the device
         self.free_at_tokens_ready = False  # a fault: results claim that the step's tail is done
-        self.null_rows = 0
+        self.null_rows = self.missed_masks = self.rejected_drafts = 0  # of devices that are gone
         self._capacity = capacity
         self._clock, self._times = clock, times
+        self.device = self._new_device()
         self._rendezvous = rendezvous
         self._to_core = to_core
         self._current_epoch = current_epoch
         self._epoch = NO_EPOCH
         self._life = 0  # steps of an earlier life of the stream do not run
-        self._free_at = 0
+        self._queue: deque[_Queued] = deque()
+        self._is_running = False
         self._ring: list[bytes] = [b""] * (depth + 1)  # pinned staging buffers
         self._submitted = 0
-
-    @property
-    def is_busy(self) -> bool:
-        """A step or its tail runs."""
-        return self._free_at > self._clock.now
+        self.transfers = SimTransfers(
+            clock, device=lambda: self.device, stores=stores, truth=truth, send=self._send
+        )
 
     def link_down(self) -> None:
         """The session is gone: its steps are abandoned, the weights stay."""
@@ -91,12 +93,12 @@ class SimExecutor:
 
     def crash(self) -> None:
         """The process dies; the next one has another device."""
-        self.null_rows += self.device.null_rows
+        self._count_out()
         self.is_hung = False
-        self.device = Device(self._capacity, self.rank)
+        self.device = self._new_device()
         self._abandon(NO_EPOCH)
 
-    def receive(self, message: Load | SubmitStep | Reset) -> None:
+    def receive(self, message: Load | SubmitStep | Reset | StoreBlocks | LoadBlocks) -> None:
         """An order of the scheduler."""
         match message:
             case Load(engine_epoch=epoch):
@@ -107,7 +109,28 @@ class SimExecutor:
                 self._abandon(epoch)
             case SubmitStep():
                 if message.engine_epoch == self._epoch:
-                    self._queue(message)
+                    self._submit(message)
+            case StoreBlocks() | LoadBlocks():
+                if message.engine_epoch == self._epoch:
+                    self.transfers.receive(message)
+
+    def _new_device(self) -> Device:
+        clock = self._clock
+        masks = MaskWorker(
+            self._capacity.vocab_size, now=lambda: clock.now, fill_ns=self._mask_fill_ns
+        )
+        return Device(self._capacity, self.rank, masks=masks)
+
+    def _mask_fill_ns(self) -> int:
+        """Hidden behind the forward, or too late for it."""
+        draw = self._clock.random
+        is_late = draw.random() < self.mask_miss
+        return LATE_MASK_NS if is_late else draw.randrange(self._times.step // 2)
+
+    def _count_out(self) -> None:
+        self.null_rows += self.device.null_rows
+        self.missed_masks += self.device.missed_masks
+        self.rejected_drafts += self.device.rejected_drafts
 
     def _loaded(self, life: int, epoch: int) -> None:
         if life == self._life:
@@ -117,44 +140,64 @@ class SimExecutor:
     def _abandon(self, epoch: int) -> None:
         self._epoch = epoch
         self._life += 1
-        self._free_at = self._clock.now
+        self._queue.clear()
+        self._is_running = False
+        self._rendezvous.leave(self.rank)
+        self.transfers.abandon()
         self.device.reset()
 
-    def _queue(self, step: SubmitStep) -> None:
-        """Put a step on the device stream: body, then tail, behind what runs already."""
-        clock, times, life = self._clock, self._times, self._life
+    # ------------------------------------------------------------ the device stream
+
+    def _submit(self, step: SubmitStep) -> None:
+        """Put a step on the device stream, behind what runs already."""
         buffer = self._submitted % len(self._ring)
         self._submitted += 1
         self._ring[buffer] = step.rows
-        begin = max(clock.now, self._free_at)
-        length = times.step + step.descriptor.padded_tokens * times.token
-        end = begin + length + clock.random.randrange(length // 4 + 1)
-        self._free_at = end + times.tail
-        clock.at(end - clock.now, lambda: self._body(life, step, buffer))
-        clock.at(self._free_at - clock.now, lambda: self._tail(life, step))
+        self.device.receive(step)
+        self._queue.append(_Queued(step, buffer, self._clock.now))
+        self._start()
 
-    def _body(self, life: int, step: SubmitStep, buffer: int) -> None:
+    def _start(self) -> None:
+        if self._queue and not self._is_running and not self.is_hung:
+            self._is_running = True
+            queued = self._queue.popleft()
+            run = partial(self._body, self._life, queued, self._clock.now)
+            self._rendezvous.enter(self.rank, queued.step, self._length_ns(queued.step), run)
+
+    def _length_ns(self, step: SubmitStep) -> int:
+        """Of this rank's own work in a step."""
+        times, rows = self._times, np.frombuffer(step.rows, ROW)
+        known = (rows["mode"] == RowMode.PREFILL) | (rows["source"] == RowSource.HOST)
+        prefill, decode = int(rows["q"][known].sum()), int(rows["q"][~known].sum())
+        context = int(rows["start_hi"][~known].sum())
+        length = times.step + prefill * times.token + decode * times.row
+        length += context * times.context // 1000
+        return length + int(length * times.straggle * self._clock.random.random())
+
+    def _body(
+        self, life: int, queued: _Queued, enqueued_ns: int, begin_ns: int, end_ns: int
+    ) -> None:
+        step = queued.step
         if self.is_hung or life != self._life or step.engine_epoch != self._current_epoch():
             return  # abandoned, even if the news is still on its way: nobody hears its result
-        self._rendezvous.enter(self.rank, step)
         if self.num_errors_due:
             self.num_errors_due -= 1
             self._life += 1  # the context is lost: nothing behind it runs
             self._send(_failed(step, self.rank, self.device.gpu_done))
             return
-        result = self.device.body(
-            replace(step, rows=self._ring[buffer]),
-            unmasked=lambda _: self._clock.random.random() < self.mask_miss,
-        )
-        if self.free_at_tokens_ready:
-            result = replace(result, gpu_done=step.step_id)
-        self._send(result)
+        result = self.device.body(replace(step, rows=self._ring[queued.buffer]))
+        times = StepTimes(queued.received_ns, enqueued_ns, begin_ns, end_ns, end_ns)
+        done = step.step_id if self.free_at_tokens_ready else result.gpu_done
+        self._send(replace(result, times=times, gpu_done=done))
+        self._clock.at(self._times.tail, partial(self._tail, life, step))
 
     def _tail(self, life: int, step: SubmitStep) -> None:
         is_heard = life == self._life and step.engine_epoch == self._current_epoch()
         if is_heard and not self.is_hung:
             done = self.device.tail()
             self._send(GpuDone(step.engine_epoch, self.rank, self.device.gpu_done, done))
+            self._is_running = False
+            self._start()
 
     def _send(self, message: Incoming) -> None:
         self.link.send("back", lambda: self._to_core(self.name, message))

@@ -16,6 +16,7 @@ KINDS: tuple[FaultKind, ...] = (
     "slow client",
     "kill scheduler",
 )
+STORE_KINDS: tuple[FaultKind, ...] = ("kill kvstore", "cut kvstore", "hang kvstore")
 
 
 def schedule_faults(
@@ -45,7 +46,22 @@ def _fault(world: World, kind: FaultKind) -> Callable[[], None]:
         tokenizer.read(is_reading=False)
         world.clock.at(10 * back_after, lambda: tokenizer.read(is_reading=True))
 
+    def hang_store() -> None:
+        for store in world.stores:
+            store.is_hung = True
+
+    def kill_stores() -> None:
+        for at in range(len(world.stores)):
+            world.kill_store(at, back_after)
+
+    def cut_stores() -> None:
+        for store in world.stores:
+            world.disconnect(store, back_after)
+
     return {
+        "kill kvstore": kill_stores,
+        "cut kvstore": cut_stores,
+        "hang kvstore": hang_store,
         "kill executor": lambda: world.kill_executor(rank, back_after),
         "cut executor": lambda: world.disconnect(executor, back_after),
         "device error": device_error,

@@ -68,6 +68,11 @@ def check_row(
     low, high, end = int(row["start_lo"]), int(row["start_hi"]), start + int(row["q"])
     if not low <= start <= high:
         raise ShadowError(f"{who} starts at {start}, the host said {low}..{high}")
+    is_prefill = row["mode"] == RowMode.PREFILL
+    if not capacity.one_kernel_class and (
+        end > init.prompt_len if is_prefill else start < init.prompt_len
+    ):
+        raise ShadowError(f"D4 {who} computes {start}..{end} with the kernels of the other class")
     if row["source"] == RowSource.DEVICE:
         if row["producer_step"] != producer:
             raise ShadowError(f"{who} takes its token from another row (I15)")
@@ -78,7 +83,7 @@ def check_row(
         raise ShadowError(f"{who} has ids of the host, but begins somewhere in {low}..{high}")
     if end > length:
         raise ShadowError(f"{who} computes positions without tokens")
-    if row["mode"] == RowMode.PREFILL:
+    if is_prefill:
         _check_grid(init, capacity, start, end, length, who)
 
 

@@ -6,7 +6,8 @@ from deepmesh.config import SchedulerConfig
 from deepmesh.wire.messages import Capacity
 
 from .clock import MS, Times
-from .faults import KINDS, FaultKind, schedule_faults
+from .faults import KINDS, STORE_KINDS, FaultKind, schedule_faults
+from .store import OpFaults
 from .workload import mixed
 from .world import World
 
@@ -44,12 +45,19 @@ def draw_config(draw: random.Random) -> SchedulerConfig:
     )
 
 
-def draw_world(
-    seed: int, *, faults: int = 0, kinds: tuple[FaultKind, ...] = KINDS, check: bool = True
-) -> World:
+def draw_stores(draw: random.Random) -> tuple[int, OpFaults]:
+    """Half of the worlds have kvstores; a third of these have transfers that go wrong."""
+    if draw.random() < 0.5:
+        return 0, OpFaults()
+    faults = OpFaults(never=0.05, late=0.1, twice=0.1, lost=0.03)
+    return draw.choice([1, 1, 2]), faults if draw.random() < 0.35 else OpFaults()
+
+
+def draw_world(seed: int, *, faults: int = 0, kinds: tuple[FaultKind, ...] = KINDS) -> World:
     """A world with its workload submitted and its faults scheduled; call `run` and `verify`."""
     draw = random.Random(seed)
     capacity = draw_capacity(draw)
+    kvstores, op_faults = draw_stores(random.Random(~seed))
     world = World(
         draw_config(draw),
         capacity,
@@ -62,7 +70,8 @@ def draw_world(
             tail=draw.choice([10_000, 300_000, 3_000_000]),
         ),
         max_unacked=draw.choice([8, 2048]),
-        check=check,
+        kvstores=kvstores,
+        op_faults=op_faults,
     )
     workload = mixed(
         seed, draw.randrange(4, 20), capacity, abort_share=draw.choice([0.0, 0.2, 0.5])
@@ -72,4 +81,6 @@ def draw_world(
     for peer in (*world.executors, *world.tokenizers):
         peer.link.duplicates = draw.choice([0.0, 0.1])
     schedule_faults(world, faults, span_ns=150 * MS, kinds=kinds)
+    if kvstores and faults:
+        schedule_faults(world, 1, span_ns=150 * MS, kinds=STORE_KINDS)
     return world

@@ -18,7 +18,8 @@ from deepmesh.wire.messages import (
 )
 
 from ..core.events import Incoming
-from .clock import MS, Clock, Link
+from .clock import MS, Clock
+from .link import Link
 from .requests import SimRequest
 
 REMIND_NS = 400 * MS  # a request without a word for so long is asked for
@@ -35,7 +36,13 @@ class SimTokenizer:
     """Believes only what arrives; every message it sends is idempotent."""
 
     def __init__(
-        self, name: str, *, clock: Clock, link: Link, to_core: Callable[[str, Incoming], None]
+        self,
+        name: str,
+        *,
+        clock: Clock,
+        link: Link,
+        to_core: Callable[[str, Incoming], None],
+        on_end: Callable[[SimRequest], None] = lambda _: None,
     ) -> None:
         self.name = name
         self.link = link
@@ -44,6 +51,7 @@ class SimTokenizer:
         self.num_attached = 0
         self._clock = clock
         self._to_core = to_core
+        self._on_end = on_end
         self._mine: dict[bytes, tuple[SimRequest, State]] = {}
         self._received: dict[bytes, int] = {}  # output tokens this incarnation has seen
         self._heard: dict[bytes, int] = {}
@@ -55,6 +63,15 @@ class SimTokenizer:
         if request.abort_ns:
             self._clock.at(request.abort_ns, lambda: self._abort(request))
         self._clock.at(REMIND_NS, lambda: self._remind(request))
+
+    def knows(self, request: SimRequest) -> bool:
+        """It is one of its requests, and has not ended."""
+        return request.rid in self._mine
+
+    def abort_now(self, request: SimRequest) -> None:
+        """Its client goes in this very moment: nothing happens before the scheduler hears of it."""
+        request.is_aborted = True
+        self._to_core(self.name, Abort(request.rid, request.attempt))
 
     def link_up(self) -> None:
         """Ask for everything that has not ended."""
@@ -119,6 +136,7 @@ class SimTokenizer:
                 return
             request.end(message)
             request.ended_ns = self._clock.now
+            self._on_end(request)
             del self._mine[rid]
         self._send(Ack([AckRow(rid, message.final_pos, done=True)]))
 
