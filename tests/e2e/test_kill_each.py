@@ -175,6 +175,8 @@ def test_a_killed_process_costs_no_stream_a_bit(
         assert stream.events == undisturbed.events
     life.running.wait_idle()
     assert life.running.total("deepmesh_failed_audits_total") == 0
+    assert life.running.total("deepmesh_quarantined_blocks") == 0
+    assert life.running.total("deepmesh_stored_blocks_total") > 0, "the kvstore has no part in it"
     assert {name: pid for name, pid in life.mesh.pids.items() if name != victim} == others
     assert not list(life.mesh.run_dir.glob("group-*")), "a rendezvous was left behind"
     assert (back_s < BACK_S, gap_s < GAP_S) == (True, True), (back_s, gap_s)
