@@ -1,0 +1,138 @@
+"""A conversation goes on from the kvstore after scheduler and executors were restarted."""
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from deepmesh.supervisor import Mesh
+from deepmesh.telemetry import SPAN_PREFILL, new_traceparent, trace_id_of
+from deepmesh.waterfall import Waterfall, build, depths, find_trace, read_spans
+from tests.e2e.conftest import RunningMesh
+from tests.e2e.probe import Probe
+from tests.tiny import VOCAB_SIZE
+
+MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny"
+GRID, BLOCK = 128, 64
+FIRST_TURN, ANSWER, NEW = 1500, 40, 20
+CONFIG = """
+[mesh]
+name = "kvstore"
+run_dir = "{run_dir}"
+model = "{model}"
+[gateway]
+port = 0
+[scheduler]
+audit = true
+[executor]
+ranks = {ranks}
+[kvstore]
+count = 1
+memory_bytes = 67108864
+[supervisor]
+backoff_s = 0.1
+"""
+
+
+class Turn:
+    """What came back for one prompt."""
+
+    def __init__(self, url: str, prompt: list[int], salt: str, max_tokens: int) -> None:
+        self.traceparent = new_traceparent()
+        body = {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0.8,
+            "seed": 5,
+            "ignore_eos": True,
+            "logprobs": 2,
+            "cache_salt": salt,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        self.choices: list[object] = []
+        self.cached_tokens = -1
+        self.first_s = 0.0
+        began = time.monotonic()
+        headers = {"traceparent": self.traceparent}
+        with httpx.stream(
+            "POST", url + "/v1/completions", json=body, headers=headers, timeout=100
+        ) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    self.first_s = self.first_s or time.monotonic() - began
+                    self.choices += event["choices"]
+                    if event.get("usage"):
+                        details = event["usage"]["prompt_tokens_details"]
+                        self.cached_tokens = details["cached_tokens"]
+
+    def waterfall(self, mesh: Mesh) -> Waterfall:
+        """Its trace, once the last process has written its part."""
+        trace_id, deadline = trace_id_of(self.traceparent), time.monotonic() + 20
+        while True:
+            spans = [s for s in read_spans(mesh.run_dir / "traces") if s.trace_id == trace_id]
+            names = {span.name for span in spans}
+            if names >= {"request", SPAN_PREFILL, "device decode", "kv load", "kv get"}:
+                return build(find_trace(spans, trace_id))
+            assert time.monotonic() < deadline, names
+            mesh.wait_for(lambda: False, 0.1)
+
+
+@pytest.fixture(params=[1, 2])
+def mesh(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Mesh]:
+    path = tmp_path / "mesh.toml"
+    config = CONFIG.format(run_dir=tmp_path / "run", model=MODEL, ranks=request.param)
+    path.write_text(config)
+    with Mesh(path) as mesh:
+        yield mesh
+
+
+def restart_engine(mesh: Mesh) -> None:
+    """Scheduler and executors lose all they know."""
+    config = mesh.config
+    names = [name for name in mesh.pids if name.startswith(("scheduler", "executor"))]
+    pids = {name: mesh.kill(name) for name in names}
+    for name, pid in pids.items():
+        mesh.wait_restarted(name, pid)
+    with Probe(config.scheduler_address(0), "tokenizer", config.links) as probe:
+        probe.wait(lambda peer: peer.stats.ready, 90)
+
+
+@pytest.mark.timeout(240)
+def test_a_second_turn_after_a_restart_is_served_from_the_kvstore(mesh: Mesh) -> None:
+    running = RunningMesh(mesh, mesh.run_dir / "mesh.toml")
+    rng = random.Random(3)
+    prompt = [0, *(rng.randrange(20, VOCAB_SIZE) for _ in range(FIRST_TURN - 1))]
+    first = Turn(mesh.url, prompt, "a", ANSWER)
+    assert first.cached_tokens == 0
+    running.wait_idle()
+    stored = FIRST_TURN // BLOCK + 1  # all full blocks, and a point to resume at
+    deadline = time.monotonic() + 30
+    while running.total("deepmesh_stored_blocks_total") < stored:
+        assert time.monotonic() < deadline, "not written through"
+    restart_engine(mesh)
+
+    longer = prompt + [rng.randrange(20, VOCAB_SIZE) for _ in range(ANSWER + NEW)]
+    cold = Turn(mesh.url, longer, "b", ANSWER)  # another salt: nobody's blocks
+    second = Turn(mesh.url, longer, "a", ANSWER)
+    assert cold.cached_tokens == 0
+    assert second.choices == cold.choices, "bits"
+    recomputed = len(longer) - second.cached_tokens
+    assert recomputed <= GRID + ANSWER + NEW
+    running.wait_total("deepmesh_store_hit_tokens_total", second.cached_tokens)
+    print(f"first token {cold.first_s:.3f} s cold, {second.first_s:.3f} s from the kvstore")
+    assert second.first_s < cold.first_s
+
+    waterfall = second.waterfall(mesh)
+    by_depth = depths(waterfall.spans)
+    assert [s.name for s in waterfall.spans if not by_depth[s.span_id]] == ["request"]
+    services = {span.service for span in waterfall.spans}
+    assert services == {"gateway", "tokenizer", "scheduler", "executor", "kvstore"}
+    assert waterfall.explained >= 0.95, waterfall.gaps
+    running.wait_idle()
