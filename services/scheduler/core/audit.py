@@ -101,7 +101,7 @@ def _counters(engine: Engine, residents: list[Request]) -> None:
     rids = np.array([request.rid for request in residents], np.uint64)
     epochs = np.array([request.epoch for request in residents], np.uint32)
     holds((table.rid[here] == rids) & (table.epoch[here] == epochs), "I16 slot")
-    homes = [table.tokenizers[home] for home in table.tokenizer[here].tolist()]
+    homes = [table.tokenizers[int(table.tokenizer[i])] for i in here]
     holds(np.array([r.reply_to == h for r, h in zip(residents, homes, strict=True)]), "I18 home")
 
 
