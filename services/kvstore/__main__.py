@@ -8,6 +8,7 @@ from types import FrameType
 
 from deepmesh import log, telemetry
 from deepmesh.config import ConfigError, load_config
+from deepmesh.wire.keys import load_keyring
 
 from .files import InUse
 from .service import KvStoreService
@@ -23,6 +24,7 @@ def main() -> int:
     try:
         config = load_config(arguments.config)
         log.setup(name, config.mesh.log_level)
+        load_keyring(config, "kvstore")  # before any file is made
         tracer = telemetry.setup("kvstore", name, config)
         service = KvStoreService(config, index=arguments.index, tracer=tracer)
     except (ConfigError, ValueError) as error:

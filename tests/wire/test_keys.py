@@ -4,7 +4,9 @@ import stat
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from deepmesh.cli.app import app
 from deepmesh.config import ConfigError, load_config
 from deepmesh.key_folder import SERVICES, KeyFolderError, make_keys
 from deepmesh.wire.keys import DIALS, KeysError, load_keyring, read_key_file
@@ -138,3 +140,19 @@ def test_addresses_that_cannot_be_are_named_by_their_key(
         load_config(path)
     for word in words:
         assert word in str(error.value)
+
+
+def test_the_command_makes_replaces_and_retires(tmp_path: Path) -> None:
+    run, folder = CliRunner(), str(tmp_path / "mesh keys")
+    first = run.invoke(app, ["keys", "--mesh", folder])
+    assert first.exit_code == 0
+    assert f'keys = "{folder}"' in first.output
+    assert "new keys of gateway, tokenizer, router" in first.output
+    assert "no new key" in run.invoke(app, ["keys", "--mesh", folder]).output
+    both = run.invoke(app, ["keys", "--mesh", folder, "--rotate", "router", "--rotate", "kvstore"])
+    assert "new keys of router, kvstore" in both.output
+    assert len(read_key_file(Path(folder), "gateway").public["router"]) == 2
+    assert run.invoke(app, ["keys", "--mesh", folder, "--retire"]).exit_code == 0
+    assert len(read_key_file(Path(folder), "gateway").public["router"]) == 1
+    assert run.invoke(app, ["keys", "--retire"]).exit_code == 2  # of which mesh?
+    assert run.invoke(app, ["keys", "--mesh", folder, "--rotate", "baker"]).exit_code == 2
