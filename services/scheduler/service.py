@@ -130,9 +130,12 @@ class SchedulerService:
                 self._handle(known)
         for order in self._take_orders():
             self._handle(Mail("", order))
-        if results:
-            self._handle(StepResults(results))
-        self._handle(Tick())
+        now = time.time_ns()
+        actions = self.core.handle(StepResults(results), now) if results else []
+        actions += self.core.handle(Tick(), now)
+        # a device may stand still for want of its next step; nobody else waits for this turn
+        for action in sorted(actions, key=lambda action: not _is_for_executor(action)):
+            self._carry_out(action)
         self._epochs.note(self.core.group.engine_epoch)
         self._announce()
         self._checkup.look()
@@ -247,6 +250,10 @@ class SchedulerService:
         return ServiceStats(
             ready=stats.ready, requests=stats.waiting + stats.running, replicas=[stats]
         )
+
+
+def _is_for_executor(action: Action) -> bool:
+    return isinstance(action, Send) and action.peer.startswith("executor-")
 
 
 def _rank_of(name: str) -> int:
