@@ -61,6 +61,11 @@ class Planner:
             & (table.confirmed + table.inflight_tokens < table.max_len)
             & (table.confirmed - table.acked_len < self._max_unacked)
         )
+        if not geometry.one_kernel_class:
+            # A last chunk that misses its mask leaves its last position to be computed again, and
+            # not by the decode kernels: whoever could miss one waits until it has settled.
+            least = table.confirmed_kv[rows] + table.inflight_min[rows]
+            rows = rows[least >= table.prompt_len[rows]]
         end = table.confirmed_kv[rows] + table.inflight_q[rows] + geometry.decode_width
         reach = np.minimum(end, table.max_len[rows]) + geometry.draft_reach  # the device clamps
         need = -(-reach // geometry.block_size)
