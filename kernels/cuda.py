@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from kernels.native import BuildError
+from kernels.native import HEADERS, BuildError
 
 _KERNELS = Path(__file__).parent
 _BUILD = _KERNELS / "build"
@@ -40,8 +40,10 @@ def load(family: str, name: str) -> ctypes.CDLL:
 def build(family: str, name: str) -> Path:
     """Path of the built library. See `load`."""
     source = _KERNELS / family / "csrc" / f"{name}.cu"
-    digest = hashlib.sha256("\0".join(FLAGS).encode() + source.read_bytes()).hexdigest()[:16]
-    target = _BUILD / f"{family}-{name}-sm90a-{digest}.so"
+    digest = hashlib.sha256("\0".join(FLAGS).encode())
+    for file in (source, *sorted(HEADERS.glob("*.cuh"))):
+        digest.update(file.read_bytes())
+    target = _BUILD / f"{family}-{name}-sm90a-{digest.hexdigest()[:16]}.so"
     if target.exists():
         return target
     nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
@@ -51,7 +53,7 @@ def build(family: str, name: str) -> Path:
     handle, partial = tempfile.mkstemp(suffix=".so", dir=_BUILD)
     os.close(handle)
     try:
-        command = [nvcc, *FLAGS, str(source), "-o", partial]
+        command = [nvcc, *FLAGS, f"-I{HEADERS}", str(source), "-o", partial]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise BuildError(f"{' '.join(command)} failed:\n{done.stderr.strip()}")

@@ -9,12 +9,9 @@
 // the tensor core in fp32 and scaled into an fp32 accumulator. Activations are FP8-rounded by the
 // caller (groups of 32) and stored as fp16 times a power of two, which is exact, too.
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_fp8.h>
-#include <cuda_runtime.h>
+#include "hopper.cuh"
 
-#include <cstdint>
+using namespace hopper;
 
 namespace {
 
@@ -24,7 +21,7 @@ constexpr int kTeams = kWarps / kUnitWarps;
 constexpr int kRowTiles = 1;            // 2 halves the passes of busy experts, but takes the registers
 constexpr int kRows = 8 * kRowTiles;    // rows of a pass; 8 are the N of one mma
 constexpr int kOut = 64;                // outputs of a unit
-constexpr int kStep = 64;               // positions of K in a chunk
+constexpr int kStep = kChunkPositions;
 constexpr int kStages = 3;              // chunks in flight, by warp
 constexpr int kChunkBytes = 2176;       // 2,048 of nibbles, 128 of scales
 constexpr int kRowBytes = kStep * 2;    // of a row's part of a chunk
@@ -44,38 +41,6 @@ struct Work {
   const int* lists;  // [3, kListInts]: expert; where its rows begin; passes before it
   const int* rows;   // slots (token · top_k + k), by expert
 };
-
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
-__device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, int bytes, uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-      ::"r"(to), "l"(from), "r"(bytes), "r"(barrier)
-      : "memory");
-}
-
-__device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}\n" ::"r"(barrier), "r"(parity)
-      : "memory");
-}
-
-__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
-                                    const float (&c)[4]) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%10,%11,%12,%13};"
-      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]),
-        "f"(c[2]), "f"(c[3]));
-}
 
 // Eight e2m1 codes to the four fp16 pairs of a fragment, times 2^-14. An fp16 takes its sign in bit
 // 15 and the code's magnitude in 11..9. Each half of the word holds four codes: the first in place,
@@ -126,50 +91,7 @@ struct Cursor {
   __device__ int num_rows() const { return min(kRows, count - pass * kRows); }
 };
 
-// Programmatic dependent launch: the next kernel may begin where blocks of this one have ended, and
-// waits for its end before it touches what it made.
-__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
-__device__ __forceinline__ float power_of_two_above(float x) {
-  return __uint_as_float((__float_as_uint(x) + 0x7FFFFFu) & 0x7F800000u);
-}
-
-__device__ __forceinline__ float round_e4m3(float x) {
-  const __nv_fp8_storage_t q = __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
-  return __half2float(__half(__nv_cvt_fp8_to_halfraw(q, __NV_E4M3)));
-}
-
-__device__ __forceinline__ float round_bf16(float x) {
-  return __bfloat162float(__float2bfloat16_rn(x));
-}
-
-// The largest |x| of a group of 32, one value a lane, decides the scale of all.
-__device__ __forceinline__ float round_fp8_group(float x) {
-  float most = fabsf(x);
-  for (int step = 16; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-  const float scale = power_of_two_above(__fdiv_rn(fmaxf(most, 1e-4f), 448.0f));
-  return round_e4m3(__fdiv_rn(x, scale)) * scale;
-}
-
-__device__ __forceinline__ void widen(const uint4& raw, float (&values)[8]) {
-  const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    values[2 * i] = __uint_as_float(words[i] << 16);
-    values[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
-  }
-}
-
 constexpr float kHiddenScale = 128.0f;  // stored fp16 = hidden · 2^7: the least quantum fits
-
-// Index of row `row` of a pass, position `k`, in [passes, K / 64, 8, 64]. Groups of 8 positions of odd
-// rows are exchanged with those 32 further, so that the reads of a fragment hit all banks once.
-__device__ __forceinline__ int64_t element(int pass, int row, int k, int steps) {
-  const int group = (k % kStep / 8) ^ ((row & 1) << 2);
-  return (static_cast<int64_t>(pass) * steps + k / kStep) * (kRows * kStep) + row * kStep +
-         group * 8 + k % 8;
-}
 
 // Adds a group's sums, times the scales of rows g and g + 8 of a tile.
 __device__ __forceinline__ void scale_into(float (&sum)[kRowTiles][4][4],
@@ -369,7 +291,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1) experts_kernel(const Arguments
         const float up = fminf(fmaxf(round_bf16(lower * unit), -args.limit), args.limit);
         float h = __fdiv_rn(1.0f, 1.0f + expf(-gate)) * gate * up;
         h = round_fp8_group(round_bf16(h * args.weights[slot]));
-        static_cast<__half*>(args.outputs)[element(sink.before + sink.pass, nth,
+        static_cast<__half*>(args.outputs)[element<kRows>(sink.before + sink.pass, nth,
                                                    sink.unit * 32 + lane, units / 2)] =
             __float2half_rn(h * kHiddenScale);
       } else {
@@ -415,17 +337,14 @@ __global__ void __launch_bounds__(kMaxExperts, 1)
   __shared__ int nth[kMaxTopK], places[kMaxTopK];
   __shared__ float most_by_warp[32];
   const int t = threadIdx.x, lane = t % 32, warp = t / 32, token = blockIdx.x;
+  wait_for_previous();
   let_next_begin();
   counts[t] = 0;
   if (t < top_k) nth[t] = 0;
   const uint4* const row = reinterpret_cast<const uint4*>(x + static_cast<int64_t>(token) * depth);
   float most = 0.f;
-  for (int at = t; at < depth / 8; at += kMaxExperts) {
-    float values[8];
-    widen(row[at], values);
-    for (int i = 0; i < 8; ++i) most = fmaxf(most, fabsf(values[i]));
-  }
-  for (int step = 16; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+  for (int at = t; at < depth / 8; at += kMaxExperts) most = fmaxf(most, largest(row[at]));
+  most = warp_largest(most);
   if (lane == 0) most_by_warp[warp] = most;
   __syncthreads();
   for (int slot = t; slot < slots; slot += kMaxExperts) {
@@ -464,28 +383,13 @@ __global__ void __launch_bounds__(kMaxExperts, 1)
     if (here) rows[starts[local] + nth[t]] = slot;
   }
   __syncthreads();
-  most = most_by_warp[lane];
-  for (int step = 16; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-  // 2^7 puts the least quantum of FP8 groups on fp16's least; larger rows need a smaller factor.
-  const float factor = most < 500.f ? 128.f : 128.f / power_of_two_above(most * (1.f / 256.f));
+  const float factor = storage_factor(warp_largest(most_by_warp[lane]));
   for (int at = t; at < depth / 8; at += kMaxExperts) {
-    float values[8];
-    widen(row[at], values);
-    float group = 0.f;
-    for (int i = 0; i < 8; ++i) group = fmaxf(group, fabsf(values[i]));
-    const unsigned mask = 15u << (lane & ~3);
-    group = fmaxf(group, __shfl_xor_sync(mask, group, 1));
-    group = fmaxf(group, __shfl_xor_sync(mask, group, 2));
-    const float scale = power_of_two_above(__fdiv_rn(fmaxf(group, 1e-4f), 448.0f));
-    uint4 packed;
-    __half2* const pairs = reinterpret_cast<__half2*>(&packed);
-    for (int i = 0; i < 4; ++i)
-      pairs[i] = __floats2half2_rn(round_e4m3(__fdiv_rn(values[2 * i], scale)) * scale * factor,
-                                   round_e4m3(__fdiv_rn(values[2 * i + 1], scale)) * scale * factor);
+    const uint4 packed = rounded_positions(row[at], factor);
     for (int k = 0; k < top_k; ++k) {
       const int to = places[k];
       if (to >= 0)
-        *reinterpret_cast<uint4*>(inputs + element(to / kRows, to % kRows, at * 8, depth / kStep)) = packed;
+        *reinterpret_cast<uint4*>(inputs + element<kRows>(to / kRows, to % kRows, at * 8, depth / kStep)) = packed;
     }
   }
   if (t == 0) input_unit[token] = 1.f / factor;
@@ -510,33 +414,6 @@ __global__ void combine_kernel(const __nv_bfloat16* slots, const int* ids, int t
   }
   *reinterpret_cast<float4*>(out + static_cast<int64_t>(token) * hidden + at) =
       make_float4(sum[0], sum[1], sum[2], sum[3]);
-}
-
-int device_multiprocessors() {
-  static int count = 0;
-  if (!count) {
-    int device = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  }
-  return count;
-}
-
-// As `kernel<<<grid, threads, bytes, stream>>>(…)`, but it may begin while its predecessor ends.
-template <typename... Parameters, typename... Values>
-cudaError_t launch_behind(void (*kernel)(Parameters...), dim3 grid, int threads, int bytes,
-                          cudaStream_t stream, Values... values) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(values)...);
 }
 
 template <bool kFirst>
@@ -565,10 +442,12 @@ extern "C" int experts_decode(const void* x, const void* ids, const void* weight
   int* const rows = lists + 3 * kListInts;
   const int width = static_cast<int>(hidden), k = static_cast<int>(top_k);
   const int from = static_cast<int>(first_expert), held = static_cast<int>(experts);
-  route_kernel<<<static_cast<int>(tokens), kMaxExperts, 0, stream>>>(
+  cudaError_t error = launch_behind(
+      route_kernel, static_cast<int>(tokens), kMaxExperts, 0, stream,
       static_cast<const __nv_bfloat16*>(x), static_cast<const int*>(ids),
       static_cast<int>(tokens) * k, k, from, held, width, lists, rows, static_cast<__half*>(inputs),
       static_cast<float*>(input_unit));
+  if (error != cudaSuccess) return error;
   Arguments arguments{{lists, rows},
                       static_cast<const uint8_t*>(w13),
                       static_cast<const __half*>(inputs),
@@ -580,7 +459,7 @@ extern "C" int experts_decode(const void* x, const void* ids, const void* weight
                       width / kStep,
                       k,
                       limit};
-  cudaError_t error = launch_experts<true>(arguments, stream);
+  error = launch_experts<true>(arguments, stream);
   if (error != cudaSuccess) return error;
   arguments.packed = static_cast<const uint8_t*>(w2);
   arguments.inputs = static_cast<const __half*>(hidden_rows);
