@@ -25,6 +25,7 @@ from deepmesh.run_dir import dump_toml, tail
 from deepmesh.supervisor import Mesh
 
 STOP_S = 20.0
+POLL_S = 0.02
 WARM_S = 1.0  # of the HTTP clients, until all streams are under way
 
 
@@ -69,9 +70,9 @@ def _run_pair(config: Config, case: Case, steps: int, *, with_replay: bool) -> R
                 meter = Meter(scheduler=scheduler.pid, executor=executor.pid, sink=os.getpid())
                 sink.run_until(first + steps)
                 load = meter.read(steps)
+                _stop(scheduler, sink)
             finally:
                 sink.close()
-            _stop(scheduler)
         return _evaluate(config, case, _read(out), (first, first + steps), with_replay, load)
 
 
@@ -150,14 +151,16 @@ def _started(config: Config, command: Command) -> Iterator[Child]:
         child.kill()
 
 
-def _stop(child: Child) -> None:
-    """Ask again and again: from the second time on it does not wait for the requests."""
+def _stop(child: Child, sink: Sink) -> None:
+    """Ask again and again: from the second time on it does not wait for the requests, but for the
+    sink, to which it says that they are over.
+    """
     deadline = time.monotonic() + STOP_S
     while child.poll(time.monotonic()) is None:
         if time.monotonic() > deadline:
             raise RunError(f"{child.command.name} does not stop")
         child.send(signal.SIGTERM)
-        time.sleep(0.02)
+        sink.let_go(POLL_S)
 
 
 def _last_lines(log: Path) -> str:

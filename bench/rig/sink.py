@@ -57,6 +57,15 @@ class Sink:
         """Send and ack until the tokens of this step are there; raises as `settle` does."""
         self._wait(lambda: self._group_step >= group_step)
 
+    def let_go(self, timeout_s: float) -> None:
+        """What the scheduler still says: it may end, as far as this side is concerned."""
+        for event in self._inbox.wait(timeout_s):
+            match event:
+                case Mail(message=Finished(rid=rid) | Failed(rid=rid)):
+                    self._link.send(Ack([AckRow(rid, MAX_MODEL_LEN, done=True)]))
+                case _:
+                    pass
+
     def close(self) -> None:
         """Hang up."""
         self._inbox.close()
