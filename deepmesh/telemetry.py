@@ -9,8 +9,6 @@ OTLP over HTTP. Each has a bounded queue and a thread; neither can slow a servic
 import hashlib
 import logging
 import os
-import random
-import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +21,17 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 
 from deepmesh import __version__
 from deepmesh.config import Config
+from deepmesh.trace_context import (
+    is_sampled,
+    make_traceparent,
+    new_traceparent,
+    parse_traceparent,
+    random_bits,
+    trace_id_of,
+)
 from deepmesh.trace_export import CountedExporter, CountedProcessor, FileExporter
+
+__all__ = ["is_sampled", "new_traceparent", "parse_traceparent", "trace_id_of"]  # from there
 
 SPAN_REQUEST = "request"  # gateway: headers in to last byte out
 SPAN_BODY = "read body"  # gateway: headers in to the last byte of the body
@@ -56,57 +64,9 @@ OTLP_TIMEOUT_S = 2.0  # unless OTEL_EXPORTER_OTLP_TIMEOUT says otherwise
 OTLP_PAUSE_S = 5.0  # after a failed export batches are dropped at once for this long
 
 _KINDS = {kind.name.lower(): kind for kind in SpanKind}
-_HEX = "([0-9a-f]{%d})"
-_TRACEPARENT = re.compile(f"{_HEX % 2}-{_HEX % 32}-{_HEX % 16}-{_HEX % 2}(-.*)?")
 _LOW_64 = (1 << 64) - 1
-_NO_TRACE, _NO_SPAN = "0" * 32, "0" * 16
 _SAMPLED, _UNSAMPLED = TraceFlags(TraceFlags.SAMPLED), TraceFlags(TraceFlags.DEFAULT)
 _SCOPE = InstrumentationScope("deepmesh", __version__)
-
-
-# ---------------------------------------------------------------- W3C trace context
-
-
-def new_traceparent(sampled: bool = True) -> str:
-    """A fresh root context. For a request start its root span (`Tracer.start`) instead: that one
-    applies telemetry.sample_ratio, and its `traceparent` is the parent of all that follows."""
-    return _format(_random_bits(128), _random_bits(64), sampled)
-
-
-def parse_traceparent(header: str) -> str | None:
-    """The header as version 00 in lower case, or None if W3C Trace Context calls it invalid."""
-    match = _TRACEPARENT.fullmatch(header.strip().lower())
-    if match is None:
-        return None
-    version, trace_id, span_id, flags, rest = match.groups()
-    if version == "ff" or (version == "00" and rest):
-        return None  # ff is forbidden; a later version may append fields, version 00 may not
-    if trace_id == _NO_TRACE or span_id == _NO_SPAN:
-        return None
-    return f"00-{trace_id}-{span_id}-{'01' if int(flags, 16) & 1 else '00'}"
-
-
-def is_sampled(traceparent: str) -> bool:
-    """Whether spans of this (normalised) trace context are recorded."""
-    return traceparent.endswith("1")
-
-
-def trace_id_of(traceparent: str) -> str:
-    """The 32 hex digits that `deepmesh trace` takes."""
-    return traceparent[3:35]
-
-
-def _format(trace_id: int, span_id: int, sampled: bool) -> str:
-    return f"00-{trace_id:032x}-{span_id:016x}-{'01' if sampled else '00'}"
-
-
-def _random_bits(count: int) -> int:
-    while (value := _ids.getrandbits(count)) == 0:
-        pass  # all zero means "no id"
-    return value
-
-
-_ids = random.Random(os.urandom(32))  # not the global one: tests and users seed that
 
 
 # ---------------------------------------------------------------- spans
@@ -171,7 +131,7 @@ class Tracer:
 
     def new_traceparent(self) -> str:
         """A fresh root context; `telemetry.sample_ratio` of the trace ids are sampled."""
-        return self._root(_random_bits(128), _random_bits(64))
+        return self._root(random_bits(128), random_bits(64))
 
     def step_traceparent(self, scheduler: str, step_id: int) -> str:
         """The root context of a group step: every process of the mesh finds the same one, so
@@ -182,7 +142,7 @@ class Tracer:
 
     def _root(self, trace_id: int, span_id: int) -> str:
         sampled = self.enabled and (trace_id & _LOW_64) < self._sample_below
-        return _format(trace_id, span_id, sampled)
+        return make_traceparent(trace_id, span_id, sampled)
 
     def record(
         self,
@@ -239,7 +199,7 @@ class Tracer:
             return normal[:-2] + "00", ""
         if not is_sampled(normal):
             return normal, ""
-        return f"{normal[:36]}{_random_bits(64):016x}-01", normal
+        return f"{normal[:36]}{random_bits(64):016x}-01", normal
 
     def emit(
         self,

@@ -112,6 +112,20 @@ def test_new_traceparents_are_valid_and_differ() -> None:
     assert [telemetry.is_sampled(one) for one in made] == [True] * 100 + [False] * 100
 
 
+def test_every_process_of_a_mesh_finds_the_same_context_of_a_group_step(tmp_path: Path) -> None:
+    two = [telemetry.setup(name, f"{name}-0", config_in(tmp_path)) for name in ("a", "b")]
+    steps = [("scheduler-0", 1), ("scheduler-0", 2), ("scheduler-1", 1)]
+    first, second = [[tracer.step_traceparent(*step) for step in steps] for tracer in two]
+    assert first == second
+    assert len({telemetry.trace_id_of(found) for found in first}) == 3
+    assert all(parse_traceparent(found) == found for found in first)
+    half = telemetry.setup("c", "c-0", config_in(tmp_path, sample_ratio=0.5))
+    sampled = sum(telemetry.is_sampled(half.step_traceparent("s", n)) for n in range(1000))
+    assert 400 < sampled < 600
+    for tracer in (*two, half):
+        tracer.shutdown()
+
+
 # ---------------------------------------------------------------- the file
 
 
