@@ -63,6 +63,7 @@ def case_figures(case: Case, runs: Sequence[Run]) -> dict[str, Json]:
         "exposed_share": round(float((leads < 0).mean()), 4),
         "busy_ms_mean": round(median(lambda r: float(r.window.busy.mean())) / 1e6, 4),
         "tokens_per_s": round(median(lambda r: 1e9 * r.window.tokens / r.window.span)),
+        "tokens_per_step": round(median(lambda r: r.window.tokens / len(r.window.begin)), 2),
         "cpu_ms_per_step": {
             name: round(median(lambda r, name=name: r.load.cpu_ms[name]), 3)
             for name in runs[0].load.cpu_ms

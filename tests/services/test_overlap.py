@@ -115,10 +115,8 @@ def run_bench(folder: Path, *options: str) -> dict:
     assert found["ok"]
     assert found["command"] == "bench overlap"
     assert list(folder.iterdir()) == []
-    left = [
-        p.pid for p in psutil.process_iter(["cmdline"]) if str(folder) in str(p.info["cmdline"])
-    ]
-    assert left == []
+    running = [str(process.info["cmdline"]) for process in psutil.process_iter(["cmdline"])]
+    assert not [line for line in running if str(folder) in line]
     return found
 
 
@@ -128,15 +126,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_short_run_hides_the_host_behind_the_device(folder: Path) -> None:
-    """Wide limits, since other tests may run beside it: depth 2 hides what depth 1 shows."""
+    """Depth 2 hides what depth 1 shows; limits are wide where other work takes the cores."""
     plain = ["--rows", "8", "--step-ms", "20", "--steps", "20", "--no-mesh", "--work"]
     found = run_bench(folder, *plain, "--speculation", "off", "--grammar", "off")
     alone, ahead = found["cases"]
     assert (alone["depth"], ahead["depth"]) == (1, 2)
-    assert ahead["bubble_ratio"] < 0.2
+    assert ahead["bubble_ratio"] < (0.05 if ahead["valid"] else 0.5)
     assert alone["bubble_ratio"] > ahead["bubble_ratio"]
     assert alone["gpu_gap_us_p50"] > 0 >= alone["lead_ms_p50"]
-    assert ahead["ideal_ratio"] > 0.8
+    assert ahead["ideal_ratio"] > (0.95 if ahead["valid"] else 0.4)
     assert ahead["busy_ms_mean"] >= 20
     assert all(case["replay_same_tokens"] for case in found["cases"])
 
@@ -146,7 +144,7 @@ def test_drafts_and_masks_run_through_the_real_processes(folder: Path) -> None:
     found = run_bench(folder, *plain, "--speculation", "on", "--grammar", "on", "--work")
     (case,) = found["cases"]
     assert (case["speculation"], case["grammar"]) == (True, True)
-    assert case["tokens_per_s"] > 1.2 * 8 / 0.010 * case["ideal_ratio"]  # drafts were accepted
+    assert case["tokens_per_step"] > 1.2 * 8, "no draft was accepted"
     assert case["replay_same_tokens"]
 
 
