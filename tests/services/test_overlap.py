@@ -153,7 +153,7 @@ def test_work_that_fits_no_step_slows_the_run_down(folder: Path) -> None:
     found = run_bench(folder, *plain, "--speculation", "off", "--grammar", "off", "--work", "2")
     slowed = found["cases"][-1]
     assert slowed["work"] == 2
-    assert slowed["throughput_to_no_work"] < 0.6
+    assert slowed["throughput_to_no_work"] < (0.6 if slowed["valid"] else 0.9)
     assert slowed["bubble_ratio"] > 0.4
 
 
