@@ -29,7 +29,9 @@ class Check(msgspec.Struct, frozen=True):
 
 def all_checks(path: Path | None) -> list[Check]:
     """Everything, in the order in which it has to work."""
-    from deepmesh.link_checks import check_links  # which is written in terms of `Check`
+    # which are written in terms of `Check`
+    from deepmesh.kvstore_checks import check_kvstores
+    from deepmesh.link_checks import check_links
 
     checks = [check_python(), *check_packages(), check_compiler(), check_shared_memory()]
     try:
@@ -39,6 +41,7 @@ def all_checks(path: Path | None) -> list[Check]:
     checks.append(Check("configuration", "ok", str(path or "defaults")))
     checks.append(check_torch(config))
     checks.append(check_model(Path(config.mesh.model), needs_weights=_needs_weights(config)))
+    checks += check_kvstores(config)
     return [*checks, *check_links(config), *check_mesh(config)]
 
 

@@ -83,7 +83,14 @@ class FakeRows:
         for i in np.flatnonzero(
             (live.starts > 0) & (self._prefix_len[live.slots] != live.starts)
         ).tolist():
-            known[i] = chain(0, slots.tokens[live.slots[i], : live.starts[i]])[-1]
+            slot, start = live.slots[i], int(live.starts[i])
+            hashes = chain(0, slots.tokens[slot, :start])
+            known[i] = hashes[-1]
+            # A prefix that others have written, or a kvstore has brought: look at all of it once.
+            cells = self._read(Pool.GLOBAL, np.full(start, slot), np.arange(start))
+            for position in np.flatnonzero(cells[:-1] != hashes[:-1])[:1].tolist():
+                text = f"position {position} was written for other tokens"
+                raise AssertionError(f"row {live.rows[i]}: {text}")
         return known
 
     def _stale(self, at: NDArray[np.int64], starts: NDArray[np.int64]) -> NDArray[np.int64]:

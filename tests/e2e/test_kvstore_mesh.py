@@ -25,6 +25,8 @@ CONFIG = """
 name = "stored"
 run_dir = "{run_dir}"
 model = "{model}"
+[links]
+heartbeat_s = 0.3
 [gateway]
 port = 0
 [router]
@@ -121,7 +123,7 @@ def settled(client: WireClient) -> m.ReplicaStats:
     last = -1
     while last != (now := client.stats.stored_blocks):
         last = now
-        client.settle(2.5)  # more than two heartbeats without news
+        client.settle(0.8)  # more than two heartbeats without news
         client.wait_stats(lambda s: s.ready and s.running == 0 and s.inflight_tokens == 0)
     return client.stats
 
@@ -149,7 +151,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Bits:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("ranks", "count"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("ranks", "count"), [(1, 1), (2, 1), (3, 1), (4, 1), (1, 2)])
 def test_ids_and_logprobs_are_those_without_a_store(
     tmp_path: Path, expected: Bits, ranks: int, count: int
 ) -> None:
@@ -237,7 +239,7 @@ def test_the_next_turn_after_a_restart_is_served_from_the_store(tmp_path: Path) 
         stored = 0.0
         while stored == 0 or stored != metric(mesh, "deepmesh_stored_blocks_total"):
             stored = metric(mesh, "deepmesh_stored_blocks_total")
-            mesh.wait_for(lambda: False, 2.5)
+            mesh.wait_for(lambda: False, 1.0)
         restart(mesh)
         ask(mesh, [{"role": "user", "content": "warm up again"}])
         talk += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "And?"}]

@@ -42,11 +42,11 @@ M = TypeVar("M", bound=AnyMessage)
 
 
 def make_config(tmp_path: Path, **kvstore: object) -> Config:
-    settings = {"memory_bytes": 4 << 20, "shared_dir": str(tmp_path / "shared")}
+    settings = {"count": 1, "memory_bytes": 4 << 20, "shared_dir": str(tmp_path / "shared")}
     return Config(
         mesh=MeshConfig(run_dir=str(tmp_path)),
         links=LinksConfig(heartbeat_s=0.2, timeout_s=20.0),
-        kvstore=KvstoreConfig(count=1, **{**settings, **kvstore}),  # pyright: ignore
+        kvstore=KvstoreConfig(**{**settings, **kvstore}),  # pyright: ignore
         telemetry=TelemetryConfig(enabled=False),
     )
 
@@ -102,6 +102,13 @@ def point(number: int, window_bytes: int = 9000) -> tuple[KvItem, bytes]:
     parts = [(Pool.WINDOW, window_bytes), (Pool.WINDOW, window_bytes), (Pool.STATE, 100)]
     payload = random.Random(-number).randbytes(2 * window_bytes + 100)
     return KvItem(number.to_bytes(16, "big"), KvKind.POINT, parts, zlib.crc32(payload)), payload
+
+
+def damage(run: Running, item: KvItem) -> None:
+    """Flip a bit of a payload where it lies in memory."""
+    memory = run.service._memory
+    (at, _), *_ = memory.extents(item.hash + bytes([item.kind]))
+    memory._map[at] ^= 0x10
 
 
 class Client:

@@ -1,6 +1,5 @@
 """Stores and loads of an executor against a real kvstore: contents, order, losses, epochs."""
 
-import mmap
 import signal
 import threading
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 
 from deepmesh.config import Config
 from deepmesh.wire.messages import (
+    KvItem,
     KvKind,
     KvMove,
     KvStatus,
@@ -49,20 +49,23 @@ def test_a_prefix_outlives_its_executor(tmp_path: Path, road: dict[str, object])
 
 
 def test_the_fake_finds_out_about_a_block_loaded_to_the_wrong_place(tmp_path: Path) -> None:
+    """Also where its window does not reach: the first block of the prefix is that of another."""
     config = make_config(tmp_path)
     with kvstore_harness.running(config):
         with rig(config) as first:
             _, moves, step = first.prefill()
-            first.done(first.store(*moves, after_step=step))
+            other, others, step = first.prefill([7, *PROMPT[1:]])
+            assert len(other.tables[Pool.GLOBAL]) == 2
+            wrong = KvMove(name(0), KvKind.BLOCK, others[0].blocks)
+            assert first.done(first.store(wrong, *moves[1:], after_step=step)).status is KvStatus.OK
         with rig(config) as second:
             places, tables, state = second.free_places()
-            swapped = [
-                KvMove(name(1 - n), move.kind, move.blocks) for n, move in enumerate(places[:2])
-            ]
-            assert second.done(second.load(*swapped, places[2])).status is KvStatus.OK
+            assert second.done(second.load(*places)).status is KvStatus.OK
             again = second.host.admit(PROMPT, 6, start=POINT, tables=tables, state_block=state)
             second.host.submit(second.host.row(again))
-            assert second.host.take().status is StepStatus.ERROR
+            result = second.host.take()
+            assert result.status is StepStatus.ERROR
+            assert "position 0 was written for other tokens" in result.error
 
 
 class Gated(FakeEngine):
@@ -146,7 +149,7 @@ def test_a_damaged_payload_is_a_miss(tmp_path: Path, shared: bool) -> None:
         for at in range(2):
             made.write(Pool.GLOBAL, at, seed=at)
         made.done(made.store(block(0, 0), block(1, 1)))
-        damage(store, name(1))
+        kvstore_harness.damage(store, KvItem(name(1), KvKind.BLOCK))
         before = made.bytes_of(Pool.GLOBAL, 11)
         answer = made.done(made.load(block(0, 10), block(1, 11)))
         assert (answer.status, answer.done) == (KvStatus.MISS, b"\1\0")
@@ -154,13 +157,6 @@ def test_a_damaged_payload_is_a_miss(tmp_path: Path, shared: bool) -> None:
         again = made.done(made.store(block(1, 1)))
         assert (again.status, again.done) == (KvStatus.OK, b"\1"), "the store had dropped it"
         assert made.done(made.load(block(1, 11))).status is KvStatus.OK
-
-
-def damage(store: kvstore_harness.Running, hash_: bytes) -> None:
-    memory = store.service._memory
-    ((at, _),) = memory.extents(hash_ + bytes([KvKind.BLOCK]))
-    data: mmap.mmap = memory._map
-    data[at] ^= 0x55
 
 
 def test_a_payload_of_another_layout_is_a_miss(tmp_path: Path) -> None:
