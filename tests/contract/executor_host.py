@@ -25,6 +25,7 @@ from deepmesh.wire.messages import (
 )
 from deepmesh.wire.packed import BLOCK, CANCEL, RESULT, ROW, SLOT, pack_ids, unpack_ids
 from services.executor.interface import Executor
+from tests.tiny import VOCAB_SIZE
 
 GREEDY = SamplingParams(temperature=0.0)
 WAIT_S = 60.0  # for a result; a test that waits so long has failed
@@ -261,3 +262,21 @@ class Host:
             else:
                 assert self.take().status == StepStatus.OK, self.results[-1].error
             going = [r for r in going if r.done == DoneReason.NONE]
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Ids of plain words."""
+    return np.random.default_rng(seed).integers(600, VOCAB_SIZE, length).tolist()
+
+
+def result_rows(result: StepResult) -> np.ndarray:
+    """What a step says of each row (packed.RESULT)."""
+    return np.frombuffer(result.rows, RESULT)
+
+
+def broken(row: np.void, **fields: int) -> np.void:
+    """A row with other fields."""
+    copy = np.array([row], ROW)[0]
+    for name, value in fields.items():
+        copy[name] = value
+    return copy

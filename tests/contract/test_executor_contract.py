@@ -14,8 +14,6 @@ from deepmesh.wire.messages import (
     BlockOp,
     Capacity,
     DoneReason,
-    GpuDone,
-    Grammar,
     GroupFlag,
     Load,
     OpKind,
@@ -23,14 +21,13 @@ from deepmesh.wire.messages import (
     RowMode,
     RowSource,
     SamplingParams,
-    StepResult,
     StepStatus,
 )
-from deepmesh.wire.packed import RESULT, ROW, unpack_ids
-from services.executor.fake import FakeEngine, Oracle
+from deepmesh.wire.packed import ROW, unpack_ids
+from services.executor.fake import FakeEngine
 from services.executor.interface import Executor
 from services.executor.stream import StreamExecutor
-from tests.contract.executor_host import GREEDY, Host, Request
+from tests.contract.executor_host import GREEDY, Host, Request, broken, prompt, result_rows
 from tests.tiny import VOCAB_SIZE
 
 MODEL = Path(__file__).parents[2] / "models/tiny"
@@ -73,10 +70,6 @@ def new_host(loaded: StreamExecutor) -> Callable[..., Host]:
     return make
 
 
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(600, VOCAB_SIZE, length).tolist()
-
-
 def alone(
     new_host: Callable[..., Host],
     ids: list[int],
@@ -90,10 +83,6 @@ def alone(
     request = host.admit(ids, count, sampling=sampling, seed=seed)
     host.run(request, depth=1)
     return request
-
-
-def result_rows(result: StepResult) -> np.ndarray:
-    return np.frombuffer(result.rows, RESULT)
 
 
 def test_capacity_answers_the_order(loaded: StreamExecutor) -> None:
@@ -343,13 +332,6 @@ def test_steps_of_another_epoch_are_dropped_and_counted(
     assert len(request.output) == 2
 
 
-def broken(row: np.void, **fields: int) -> np.void:
-    copy = np.array([row], ROW)[0]
-    for name, value in fields.items():
-        copy[name] = value
-    return copy
-
-
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
@@ -505,86 +487,3 @@ def test_known_output_is_recomputed_in_wide_verify_rows(new_host: Callable[..., 
         host.run(request)
         assert request.output == expected.output[9:]
         assert request.logprobs == expected.logprobs[9:]
-
-
-# ---------------------------------------------------------------- the fake's own abilities
-
-
-def fake(**executor: float) -> Iterator[Host]:
-    """A host of a fake whose [executor] table has more keys."""
-    settings = ExecutorConfig(global_blocks=64, window_blocks=64, **executor)
-    engine = FakeEngine(Config(scheduler=CONFIG.scheduler, executor=settings))
-    executor = StreamExecutor(engine)
-    yield Host(executor, executor.load(order()))
-    assert executor.close()
-
-
-def test_tokens_are_told_before_the_step_is_over() -> None:
-    for host in fake(fake_step_ms=1.0, fake_tail_ms=20.0):
-        request = host.admit(prompt(10), 4)
-        first = host.submit(host.row(request))
-        result = host.take()
-        assert result.gpu_done < first
-        told = host.executor.poll(10)
-        assert isinstance(told, GpuDone)
-        assert told.gpu_done == first
-        second, third = host.submit(host.row(request)), host.submit(host.row(request))
-        assert host.take().gpu_done < second
-        later = host.take()
-        assert second <= later.gpu_done < third
-        assert later.times.begin_ns - host.results[-2].times.end_ns >= 20e6
-
-
-def test_drafts_bring_the_same_tokens_in_fewer_steps() -> None:
-    expected = Oracle(VOCAB_SIZE).generate(prompt(20), 40, seed=3)
-    for host in fake(fake_draft_len=3):
-        assert host.capacity.draft_len == 3
-        request = host.admit(prompt(20), 40, seed=3)
-        host.submit(host.row(request))
-        while request.done == DoneReason.NONE:
-            if len(host.in_flight) < 2:
-                host.submit(host.verify_row(request, 3))
-            else:
-                assert host.take().status == StepStatus.OK, host.results[-1].error
-        assert request.output == expected
-        widths = [int(result_rows(r)["num_tokens"][0]) for r in host.results[1:]]
-        assert set(widths[:-1]) == {1, 2, 3, 4}
-        assert request.done == DoneReason.LENGTH
-        assert host.take().status == StepStatus.OK
-        assert result_rows(host.results[-1])["done_reason"].tolist() == [DoneReason.NULL]
-
-
-@pytest.mark.parametrize("draft_len", [0, 3])
-def test_a_row_without_its_mask_samples_nothing_and_is_repeated(draft_len: int) -> None:
-    expected = Oracle(VOCAB_SIZE).generate(prompt(20), 6, seed=3, masked=True)
-    for host in fake(fake_step_ms=8.0, fake_mask_ms=12.0, fake_draft_len=draft_len):
-        assert host.capacity.has_masks
-        request = host.admit(prompt(20), 6, seed=3, grammar=Grammar("regex", ".*"))
-        host.submit((request, broken(host.row(request)[1], grammar=1)))
-        while request.done == DoneReason.NONE:
-            if len(host.in_flight) < 2:
-                _, row = host.verify_row(request, draft_len)
-                host.submit((request, broken(row, grammar=1, start_lo=19)))
-            else:
-                assert host.take().status == StepStatus.OK, host.results[-1].error
-        assert request.output == expected
-        found = [result_rows(result)[0] for result in host.results]
-        null = [row for row in found if row["done_reason"] == DoneReason.NULL]
-        assert null
-        assert {int(row["num_tokens"]) for row in null} == {0}
-        assert int(found[0]["kv_len"]) == 19, "the first mask was late"
-
-
-@pytest.mark.parametrize(
-    ("text", "tokens", "reason"),
-    [(".{5}", 5, DoneReason.GRAMMAR), ("(", 0, DoneReason.GRAMMAR_ERROR)],
-)
-def test_a_grammar_ends_its_request(text: str, tokens: int, reason: DoneReason) -> None:
-    for host in fake(fake_mask_ms=0.0):
-        request = host.admit(prompt(20), 9, grammar=Grammar("regex", text))
-        while request.done == DoneReason.NONE:
-            host.submit((request, broken(host.row(request)[1], grammar=1)))
-            assert host.take().status == StepStatus.OK, host.results[-1].error
-        assert (len(request.output), request.done) == (tokens, reason)
-        host.submit((request, broken(host.row(request)[1], grammar=1)))
-        assert result_rows(host.take())["done_reason"].tolist() == [DoneReason.NULL]
