@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.core_rig import WARM_STEPS, Rig, config_of
+from bench.core_rig import TIMEOUT_S, WARM_STEPS, Rig, config_of
 from deepmesh import telemetry
-from deepmesh.config import Config, ExecutorConfig, MeshConfig, TelemetryConfig
+from deepmesh.config import Config, ExecutorConfig, LinksConfig, MeshConfig, TelemetryConfig
 from deepmesh.report import MAX_STEAL, ROOT, Json, Steal, publish, report
 from services.scheduler.service import SchedulerService
 
@@ -79,6 +79,7 @@ class Loop:
             scheduler=config_of(rows),
             executor=ExecutorConfig(ranks=ranks),
             telemetry=TelemetryConfig(enabled=False),
+            links=LinksConfig(timeout_s=TIMEOUT_S),
         )
         tracer = telemetry.setup("scheduler", "scheduler-0", config)
         self.service = SchedulerService(config, index=0, tracer=tracer)

@@ -3,7 +3,7 @@ tokenizers over real links, and answers all ranks of a step at once."""
 
 import sys
 
-from bench.core_rig import NUM_TOKENIZERS, answer, capacity_of, requests_of
+from bench.core_rig import NUM_TOKENIZERS, TIMEOUT_S, answer, capacity_of, requests_of
 from deepmesh.config import LinksConfig
 from deepmesh.wire.messages import Load, SubmitStep
 from deepmesh.wire.sockets import Dialer, Identity, Mail, PeerDown, PeerUp
@@ -15,7 +15,7 @@ class Mesh:
     """All links to one scheduler. It ends when the scheduler does."""
 
     def __init__(self, address: str, ranks: int, rows: int) -> None:
-        links = LinksConfig()
+        links = LinksConfig(timeout_s=TIMEOUT_S)
         self._rows = rows
         self._executors = [
             Dialer(address, Identity.new("executor", f"executor-0-{rank}"), links)

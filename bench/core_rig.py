@@ -12,6 +12,7 @@ from deepmesh.wire.packed import RESULT, ROW, pack_ids
 from services.scheduler.core.events import ExecutorUp, Mail, Send, StepResults, Tick, TokenizerUp
 from services.scheduler.core.scheduler import Scheduler
 
+TIMEOUT_S = 300.0  # of links: all requests come at once, and the first steps are long
 NUM_TOKENIZERS = 4  # what text of so many streams needs (docs/operations.md)
 MAX_TOKENS = 3000
 WARM_STEPS = 140  # by then every row has met a block edge and a grid point

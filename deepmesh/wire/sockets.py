@@ -58,6 +58,7 @@ class _Endpoint:
         self.before_close: Callable[[], None] | None = None  # the sockets are about to close
         self._links_config = links
         self._stats = stats
+        self._told = (-1.0, ServiceStats())  # when, and what: the same for all links at one look
         self._events: list[LinkEvent] = []
 
     @property
@@ -122,7 +123,9 @@ class _Endpoint:
         if now - link.last_beat < self._links_config.heartbeat_s:
             return True
         link.last_beat = now
-        return link.post(Heartbeat(self._stats(), time.time_ns()))
+        if self._told[0] != now:
+            self._told = (now, self._stats())
+        return link.post(Heartbeat(self._told[1], time.time_ns()))
 
     def _take_events(self) -> list[LinkEvent]:
         events, self._events = self._events, []
@@ -223,6 +226,7 @@ class Listener(_Endpoint):
         """Send every peer a heartbeat now: the state in it has changed in a way that matters."""
         for link in self._links.values():
             link.last_beat = -math.inf
+        self._next_tick = 0.0
         self._tick()
 
     def close(self) -> None:

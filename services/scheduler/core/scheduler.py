@@ -109,6 +109,7 @@ class Scheduler:
         self._served_model = served_model
         self._max_unacked = max_unacked
         self._incarnations: dict[str, bytes] = {}
+        self._has_orphans = False  # perhaps
         self._drain_deadline_ns = 0
         self._next_timer_ns = 0
 
@@ -131,6 +132,7 @@ class Scheduler:
             case TokenizerUp(peer, incarnation):
                 self._tokenizer_up(peer, incarnation, now)
             case TokenizerDown(peer):
+                self._has_orphans = True
                 for request in self.registry.live.values():
                     if request.reply_to == peer and not request.orphaned_ns:
                         request.orphaned_ns = now
@@ -294,8 +296,22 @@ class Scheduler:
         self._next_timer_ns = now + TIMER_NS
         self.registry.expire(now)
         self._steps.watch(now)
-        for request in list(self.registry.live.values()):
+        for request in self._watched(now):
             self._check_timers(request, now)
+
+    def _watched(self, now: int) -> list[Request]:
+        """All requests whose time may be up; of thousands of residents only the stalled ones."""
+        live = self.registry.live.values()
+        if self.engine is None or self._drain_deadline_ns:
+            return list(live)
+        orphans = [r for r in live if r.orphaned_ns] if self._has_orphans else []
+        self._has_orphans = bool(orphans)
+        found = orphans + [request for request in self.waiting if not request.orphaned_ns]
+        table = self.engine.residency.table
+        here = table.resident()
+        stalled = here[now - table.progress_ns[here] >= self.config.deadline_s * 1e9]
+        known = [table.request_at(i) for i in stalled.tolist()]
+        return found + [request for request in known if not request.orphaned_ns]
 
     def _check_timers(self, request: Request, now: int) -> None:
         registry = self.registry
