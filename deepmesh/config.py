@@ -136,6 +136,7 @@ class SupervisorConfig(Section, frozen=True):
     restart: bool = True
     backoff_s: float = 0.2  # doubles up to 5 s
     stop_timeout_s: float = 10.0
+    hang_s: float = 10.0  # a ready process whose loop stands still for so long is killed; 0: never
 
 
 class KvstoreConfig(Section, frozen=True):
@@ -315,6 +316,7 @@ def _check(config: Config) -> None:
         "supervisor.start_timeout_s": (config.supervisor.start_timeout_s, 0.1, 86_400),
         "supervisor.backoff_s": (config.supervisor.backoff_s, 0.01, 60),
         "supervisor.stop_timeout_s": (config.supervisor.stop_timeout_s, 0.1, 3600),
+        "supervisor.hang_s": (config.supervisor.hang_s, 0, 3600),
         "kvstore.count": (config.kvstore.count, 0, 64),
         "kvstore.memory_bytes": (config.kvstore.memory_bytes, 0, 1 << 46),
         "kvstore.disk_bytes": (config.kvstore.disk_bytes, 0, 1 << 50),

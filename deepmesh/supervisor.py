@@ -21,6 +21,7 @@ from deepmesh.gateway_address import (
     gateway_url,
     with_free_port,
 )
+from deepmesh.hangs import HangWatch
 from deepmesh.processes import USAGE_STATUS, Child, Command, mesh_addresses, mesh_commands
 from deepmesh.run_dir import MeshRecord, RunDir, tail
 
@@ -63,6 +64,7 @@ class Mesh:
         self._commands = commands
         self._is_ready = is_ready or (lambda: gateway_is_ready(self.url))
         self._children: dict[str, Child] = {}
+        self._hangs = HangWatch(self.run_dir, self.config.supervisor.hang_s)
         self._moved = threading.Condition()  # notified when a process starts or ends
         self._stop = threading.Event()
         self._hurry = threading.Event()  # kill at once
@@ -206,7 +208,8 @@ class Mesh:
 
     def _watch(self) -> None:
         try:
-            for child in self._children.values():
+            for name, child in self._children.items():
+                self._hangs.started(name)
                 child.start(time.monotonic())
             self._publish()
             while not self._stop.wait(POLL_S):
@@ -218,6 +221,10 @@ class Mesh:
             self._stop_children()
 
     def _look_after(self, now: float) -> None:
+        for name in self._hangs.hung(self.pids, now):
+            hang_s = self.config.supervisor.hang_s
+            _log.error("%s: hangs: no sign of it for %.0f s; killed", name, hang_s)
+            self._children[name].send(signal.SIGKILL)
         moved = False
         for name, child in self._children.items():
             if (how := child.poll(now)) is not None:
@@ -231,6 +238,7 @@ class Mesh:
             elif child.pid == 0 and self.config.supervisor.restart and now >= child.next_start:
                 moved = True
                 child.restarts += 1
+                self._hangs.started(name)
                 child.start(now)
                 _log.info("%s: started again, pid %d", name, child.pid)
         if moved:

@@ -16,6 +16,7 @@ import uvicorn
 
 from deepmesh import telemetry
 from deepmesh.config import Config
+from deepmesh.health import Readiness
 from deepmesh.wire.inbox import AsyncInbox
 from deepmesh.wire.messages import ErrorCode, ServiceStats
 from deepmesh.wire.sockets import Dialer, Identity
@@ -76,6 +77,7 @@ class Gateway:
             on_hop=lambda mail, traceparent: record_hop(self._tracer, mail, traceparent),
         )
         self._inbox = AsyncInbox(lambda endpoint, event: self.streams.handle(event))
+        self._pulse = Readiness(config.mesh.run_dir, name, lambda: not self._drain_began_at)
         self._drain_began_at = 0.0
         self._error: BaseException | None = None
         self._server = self._make_server(idle_s)
@@ -99,6 +101,7 @@ class Gateway:
                 await self._server.serve(sockets=[self._sock])
         finally:
             sweeper.cancel()
+            self._pulse.close()
             await self._cut()
             self._inbox.close()
             self._tracer.shutdown()
@@ -193,6 +196,7 @@ class Gateway:
         grace_s = 0.7 * self._config.supervisor.stop_timeout_s  # the rest is for the last words
         while True:
             await asyncio.sleep(interval_s)
+            self._pulse.look()
             self.streams.sweep()
             if self._drain_began_at and time.monotonic() - self._drain_began_at > grace_s:
                 self.streams.fail_all(ErrorCode.OVERLOADED, "the gateway is shutting down")

@@ -9,6 +9,8 @@ import httpx
 import pytest
 
 from deepmesh.client import Client
+from deepmesh.gateway_address import gateway_is_ready
+from deepmesh.health import ready_path
 from deepmesh.run_dir import tail
 from deepmesh.supervisor import Mesh
 
@@ -88,3 +90,40 @@ def test_a_process_that_hangs_and_comes_back_changes_no_text(fake_mesh: Mesh, na
 
     assert stream(fake_mesh, hang) == undisturbed
     wait_until(lambda: serves(fake_mesh))
+
+
+HANG_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def watched_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
+    folder = tmp_path_factory.mktemp("h")
+    path = folder / "mesh.toml"
+    path.write_text(
+        f'[mesh]\nname = "hangs"\nrun_dir = "{folder}/run"\nmodel = "{ROOT}/models/tiny"\n'
+        '[gateway]\nport = 0\n[executor]\nkind = "fake"\nfake_step_ms = 5.0\n[router]\ncount = 1\n'
+        f"[supervisor]\nbackoff_s = 0.1\nhang_s = {HANG_S}\n"
+    )
+    with Mesh(path) as mesh:
+        yield mesh
+
+
+@pytest.mark.parametrize("name", ["tokenizer-0", "router-0", "scheduler-0", "executor-0-0"])
+def test_a_process_that_hangs_for_good_is_replaced(watched_mesh: Mesh, name: str) -> None:
+    mesh = watched_mesh
+    undisturbed = stream(mesh)
+    ready = ready_path(mesh.run_dir, name)
+    wait_until(ready.exists)
+    hung: list[int] = []
+    assert stream(mesh, lambda: hung.append(mesh.kill(name, signal.SIGSTOP))) == undisturbed
+    mesh.wait_restarted(name, hung[0])
+    wait_until(ready.exists)
+
+
+def test_a_gateway_that_hangs_is_replaced_at_the_same_address(watched_mesh: Mesh) -> None:
+    mesh = watched_mesh
+    wait_until(ready_path(mesh.run_dir, "gateway-0").exists)
+    pid = mesh.kill("gateway-0", signal.SIGSTOP)
+    mesh.wait_restarted("gateway-0", pid)
+    wait_until(lambda: gateway_is_ready(mesh.url))
+    assert stream(mesh)[1] == "length"
