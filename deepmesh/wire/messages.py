@@ -88,6 +88,11 @@ class ReplicaStats(Struct, frozen=True):
     refused: str = ""  # set by a tokenizer that passes it on: why it sends nothing there
     pinned_blocks: tuple[int, int, int] = (0, 0, 0)  # kept by stores and loads in flight alone
     quarantined_blocks: int = 0  # of these, those of transfers that are over their deadline
+    overrun_tokens: int = 0  # sampled behind an end or for a request that had left; since the start
+    null_rows: int = 0
+    dummy_tokens: int = 0  # of ranks without rows
+    pad_tokens: int = 0  # up to the widest rank of each step
+    late_results: int = 0  # of an engine epoch that is over
 
 
 class ServiceStats(Struct, frozen=True):

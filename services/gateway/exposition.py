@@ -37,12 +37,6 @@ _REPLICA_GAUGES: list[tuple[str, str, _Read, str]] = [
     ),
     ("replica_ready", "1 when the replica serves", lambda r: r.ready, ""),
     ("replica_paused", "1 while an operator holds it between two steps", lambda r: r.paused, ""),
-    (
-        "quarantined_blocks",
-        "Blocks of transfers to or from a kvstore that are over their deadline",
-        lambda r: r.quarantined_blocks,
-        "",
-    ),
     ("max_model_len", "Longest prompt and output together", lambda r: r.max_model_len, ""),
 ]
 _REPLICA_COUNTERS: list[tuple[str, str, _Read, str]] = [
@@ -63,6 +57,11 @@ _REPLICA_COUNTERS: list[tuple[str, str, _Read, str]] = [
     ),
     ("stored_blocks", "Blocks and points written to a kvstore", lambda r: r.stored_blocks, ""),
     ("steps", "Group steps", lambda r: r.steps, ""),
+    ("overrun_tokens", "Sampled and not wanted", lambda r: r.overrun_tokens, ""),
+    ("null_rows", "Rows that sampled nothing though they should", lambda r: r.null_rows, ""),
+    ("dummy_tokens", "Tokens of ranks without rows", lambda r: r.dummy_tokens, ""),
+    ("pad_tokens", "Pads up to the widest rank of a step", lambda r: r.pad_tokens, ""),
+    ("late_results", "Step results of an earlier engine epoch", lambda r: r.late_results, ""),
     ("replica_finished", "Requests that ended well", lambda r: r.finished, ""),
     ("replica_failed", "Requests that failed", lambda r: r.failed, ""),
     ("failed_audits", "Invariants of the scheduler that failed", lambda r: r.failed_audits, ""),
@@ -184,7 +183,6 @@ class Exposition(Collector):
                 blocks.add_metric([replica.name, pool, "total"], total)
                 blocks.add_metric([replica.name, pool, "free"], free)
                 blocks.add_metric([replica.name, pool, "cached"], replica.cached_blocks[index])
-                blocks.add_metric([replica.name, pool, "pinned"], replica.pinned_blocks[index])
                 blocks.add_metric([replica.name, pool, "pinned"], replica.pinned_blocks[index])
         yield queries
         yield blocks

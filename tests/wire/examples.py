@@ -34,6 +34,11 @@ REPLICA = m.ReplicaStats(
     "another vocabulary",
     (3, 2, 1),
     2,
+    17,
+    5,
+    6,
+    70,
+    1,
 )
 TRACE = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
 SAMPLING = m.SamplingParams(0.5, 40, 0.9, 0.05, 0.1, 0.2, 1.1, [(7, -2.5)], True)

@@ -168,7 +168,7 @@ class Scheduler:
     def stats(self) -> ReplicaStats:
         """The state of the replica, for heartbeats."""
         engine, registry, geometry = self.engine, self.registry, self.intake.geometry
-        residents = len(registry.live) - len(self.waiting)
+        residents, waste = len(registry.live) - len(self.waiting), self.group.waste
         stats = ReplicaStats(
             name=self.name,
             ready=self.group.ready and not self.intake.draining,
@@ -189,6 +189,11 @@ class Scheduler:
             paused=self.is_paused,
             store_hit_tokens=self.stores.counters["hit_tokens"],
             stored_blocks=self.stores.counters["stored_blocks"],
+            overrun_tokens=waste.overrun_tokens,
+            null_rows=waste.null_rows,
+            dummy_tokens=waste.dummy_tokens,
+            pad_tokens=waste.pad_tokens,
+            late_results=waste.late_results,
         )
         return stats if engine is None else engine.fill(stats, self.waiting.num_tokens)
 
