@@ -99,6 +99,7 @@ class CopyQueue:
     def __init__(self) -> None:
         self._waiting: list[BlockCopy] = []
         self._first_step: int | None = None  # of this epoch
+        self._took_one = False  # since the last step
 
     def on_step(self, step_id: int) -> None:
         """A step was submitted."""
@@ -109,10 +110,14 @@ class CopyQueue:
         """One more, behind the others."""
         self._waiting.append(copy)
 
-    def take_ready(self, done_step: int) -> BlockCopy | None:
-        """The oldest whose step is complete, if there is one."""
-        for index, copy in enumerate(self._waiting):
+    def take_ready(self, done_step: int, *, is_step_waiting: bool) -> BlockCopy | None:
+        """The oldest whose step is complete, if there is one and it is its turn: no step waits
+        for more than one copy."""
+        is_turn = not (is_step_waiting and self._took_one)
+        self._took_one = False
+        for index, copy in enumerate(self._waiting if is_turn else ()):
             if self._is_ready(copy, done_step):
+                self._took_one = True
                 return self._waiting.pop(index)
         return None
 

@@ -23,7 +23,7 @@ from services.executor.kv_store import StoreOp
 _log = logging.getLogger(__name__)
 IDLE_S = 1.0
 OP_DEADLINE_S = 30.0  # well below the 60 s for which a kvstore keeps what it has shown
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 4 << 20  # about a millisecond between two steps
 MAX_LOADS, MAX_STORES = 4, 2  # at work at once, each on one chunk: this bounds host memory
 MAX_WAITING = 4096
 
@@ -241,7 +241,7 @@ class KvTransfers:
 
     def _begin(self, ordered: _Ordered) -> None:
         link = self._link_of(ordered.order)
-        if link is None:
+        if link is None or not any(self._block_bytes):
             self.counters["no_store"] += 1
             self._refuse(ordered, KvStatus.ERROR)
             return

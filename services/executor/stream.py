@@ -167,12 +167,13 @@ class StreamExecutor:
                 self._run(*work)
 
     def _next(self) -> tuple[_Job, SlotTable] | BlockCopy | None:
-        """The next piece of work, copies first; None once the executor closes."""
+        """The next step or copy, by turns if both wait; None once the executor closes."""
         with self._changed:
             while True:
                 if self._closing:
                     return None
-                if (copy := self._copies.take_ready(self._gpu_done)) is not None:
+                copy = self._copies.take_ready(self._gpu_done, is_step_waiting=bool(self._queue))
+                if copy is not None:
                     return copy
                 if self._queue:
                     break

@@ -19,6 +19,7 @@ from deepmesh.wire.messages import (
 )
 from services.executor.fake import FakeEngine
 from services.executor.interface import LiveRows, Sampled
+from services.executor.kv_copy import BlockCopy, CopyQueue
 from services.executor.slots import SlotTable
 from tests.services import kvstore_harness
 from tests.services.executor_kv_rig import POINT, PROMPT, block, make_config, name, rig
@@ -113,6 +114,40 @@ def test_a_store_of_a_step_that_is_still_to_come_waits_for_it(tmp_path: Path) ->
         assert made.done(early).status is KvStatus.OK
         made.done(made.load(block(7, 9)))
         assert made.bytes_of(Pool.GLOBAL, 9) == wanted
+
+
+def test_a_step_waits_for_one_copy_at_most() -> None:
+    """Stores of a long prompt come between steps, not instead of them."""
+    copies = CopyQueue()
+    made = [
+        BlockCopy([], to_device=False, engine_epoch=1, after_step=1, on_end=lambda _: None)
+        for _ in range(3)
+    ]
+    for copy in made:
+        copies.add(copy)
+    copies.on_step(1)
+    assert copies.take_ready(0, is_step_waiting=True) is None
+    assert copies.take_ready(1, is_step_waiting=True) is made[0]
+    assert copies.take_ready(1, is_step_waiting=True) is None, "the step's turn"
+    assert copies.take_ready(1, is_step_waiting=True) is made[1]
+    assert copies.take_ready(1, is_step_waiting=False) is made[2]
+
+
+def test_a_file_that_only_looks_the_same_is_not_used(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    with kvstore_harness.running(config) as store:
+        path = store.service._memory.path
+        assert path is not None
+        size = path.stat().st_size
+        path.unlink()
+        with path.open("wb") as other:
+            other.truncate(size)
+        with rig(config) as made:
+            wanted = made.write(Pool.GLOBAL, 1, seed=1)
+            assert made.done(made.store(block(0, 1))).status is KvStatus.OK
+            assert made.done(made.load(block(0, 2))).status is KvStatus.OK
+            assert made.bytes_of(Pool.GLOBAL, 2) == wanted
+        assert not any(path.read_bytes()), "nothing was written into it"
 
 
 def test_a_large_order_goes_in_chunks_and_its_memory_is_used_again(tmp_path: Path) -> None:
