@@ -56,7 +56,10 @@ class BlockPool:
             return []
         blocks = self._free[-count:]
         del self._free[-count:]
-        self.held[blocks] = 1
+        if count == 1:  # as the growth of a decode row; a list as an index costs 20 times more
+            self.held[blocks[0]] = 1
+        else:
+            self.held[blocks] = 1
         return blocks
 
     def share(self, block: int) -> None:

@@ -1,5 +1,7 @@
 """Plans one numbered group step: preempt, choose rows, admit, lease what the rows will write."""
 
+from collections import Counter
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -70,12 +72,7 @@ class Planner:
         reach = np.minimum(end, table.max_len[rows]) + geometry.draft_reach  # the device clamps
         need = -(-reach // geometry.block_size)
         grow = (need > table.num_global[rows]) | (need > table.window_end[rows])
-        refused: list[int] = []
-        for at in self._oldest_first(rows, np.flatnonzero(grow)):
-            index, tokens = int(rows[at]), int(reach[at])
-            grown = self._residency.grow_global(index, tokens)
-            if not (grown and self._residency.grow_window(index, tokens)):
-                refused.append(at)
+        refused = self._lease(rows, reach, np.flatnonzero(grow))
         if refused:
             plan.starved = True
             rows, end = np.delete(rows, refused), np.delete(end, refused)
@@ -88,6 +85,24 @@ class Planner:
                 position = int(end[at]) // geometry.chunk_align * geometry.chunk_align
                 plan.capture(self._residency, int(rows[at]), position)
 
-    def _oldest_first(self, rows: NDArray[np.intp], at: NDArray[np.intp]) -> list[int]:
-        order = sorted(at.tolist(), key=lambda i: self._table.request_at(int(rows[i])).order)
-        return order
+    def _lease(
+        self, rows: NDArray[np.intp], reach: NDArray[np.int64], at: NDArray[np.intp]
+    ) -> list[int]:
+        """Cover positions below `reach` of the rows at `at`, the oldest first where blocks are
+        short; which of them found no room."""
+        residency = self._residency
+        order: list[int] = at.tolist()
+        by_rank = Counter[int]((rows[at] // residency.slots).tolist())
+        width = self._geometry.blocks_for(self._geometry.decode_width)
+        for rank, count in by_rank.items():
+            memory = residency.memories[rank]
+            if min(memory.globals.num_free, memory.windows.num_free) < count * width:
+                order.sort(key=lambda i: self._table.request_at(int(rows[i])).order)
+                break
+        refused: list[int] = []
+        for i in order:
+            index, tokens = int(rows[i]), int(reach[i])
+            grown = residency.grow_global(index, tokens)
+            if not (grown and residency.grow_window(index, tokens)):
+                refused.append(i)
+        return refused

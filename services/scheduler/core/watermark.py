@@ -23,12 +23,17 @@ class Watermark:
         self._geometry = residency.geometry
         self._waiting = waiting
         self._ranks = len(residency.memories)
+        geometry = residency.geometry
+        ahead = (geometry.depth + 1) * geometry.decode_width + geometry.draft_reach
+        most = ahead, max(ahead, geometry.chunk_align)
+        self._most = (geometry.blocks_for(most[0]), geometry.blocks_for(most[1]))
         self.preemptions = 0
 
     def keep(self) -> None:
         """Preempt before an allocation fails: room for all running rows for depth + 1 steps."""
         table = self._table
         running = np.flatnonzero((table.phase != Phase.NONE) & ~table.leaving)
+        running = running[self._may_be_short(running)]
         running = running[~table.retiring(running)]
         if len(running) < 2:
             return
@@ -42,6 +47,17 @@ class Watermark:
                     returning = self._residency.ops.num_returning(rank, pool)
                     short = int(by_rank[rank]) - blocks.num_available - returning
                     self._pick_victims(rank, pool, short)
+
+    def _may_be_short(self, running: NDArray[np.intp]) -> NDArray[np.bool_]:
+        """Rows on ranks that lack blocks if each row takes as many as any row can."""
+        ranks = running // self._residency.slots
+        rows = np.bincount(ranks, minlength=self._ranks).tolist()
+        short = [
+            count * self._most[0] > memory.globals.num_available
+            or count * self._most[1] > memory.windows.num_available
+            for count, memory in zip(rows, self._residency.memories, strict=True)
+        ]
+        return np.array(short)[ranks]
 
     def preempt(self, request: Request) -> None:
         """Give a settled request's blocks back and queue it for a recompute."""
