@@ -22,11 +22,22 @@ def reason(driver: Driver) -> FinishReason:
     return driver.last(Finished).reason
 
 
-def probe(prompt: list[int], seed: int, count: int) -> list[int]:
+def probe(prompt: list[int], seed: int, count: int, *, grammar: bool = False) -> list[int]:
     """What the oracle will say."""
     from services.scheduler.sim.requests import SimRequest
 
-    return SimRequest(b"", prompt, count, seed=seed).expected(VOCAB)[0]
+    return SimRequest(b"", prompt, count, seed=seed, grammar=grammar).expected(VOCAB)[0]
+
+
+def answer(driver: Driver, reason: DoneReason, row: int = 0) -> None:
+    """Run the body of the oldest step, and let the device give this reason for one row."""
+    step = driver.steps.popleft()
+    result = driver.device.body(step)
+    driver.tails.append(step)
+    rows = np.frombuffer(result.rows, RESULT).copy()
+    rows["done_reason"][row] = reason
+    driver.mail(replace(result, rows=rows.tobytes()), EXECUTOR)
+    driver.tail()
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -176,6 +187,99 @@ def test_missed_masks_make_null_rows_that_are_tried_again() -> None:
             driver.tail()
     assert driver.device.null_rows >= 4
     assert len(request.output) == 6
+    driver.assert_clean()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("draft_len", [0, 3])
+def test_a_complete_grammar_ends_the_output_behind_its_last_token(
+    depth: int, draft_len: int
+) -> None:
+    driver = Driver(replace(CONFIG, depth=depth), draft_len=draft_len)
+    request = driver.ask(20, max_tokens=12, grammar=True, grammar_len=5)
+    driver.run()
+    assert (len(request.output), reason(driver)) == (5, FinishReason.GRAMMAR)
+    assert driver.last(Finished).final_pos == 5
+    driver.assert_clean()
+
+
+def test_a_complete_grammar_beats_the_length_at_the_same_place() -> None:
+    driver = Driver()
+    request = driver.ask(20, max_tokens=5, grammar=True, grammar_len=5)
+    driver.run()
+    assert (len(request.output), reason(driver)) == (5, FinishReason.GRAMMAR)
+
+
+def test_the_length_beats_a_grammar_that_would_be_complete_later() -> None:
+    driver = Driver(draft_len=3)
+    request = driver.ask(20, max_tokens=4, grammar=True, grammar_len=5)
+    driver.run()
+    assert (len(request.output), reason(driver)) == (4, FinishReason.LENGTH)
+
+
+def test_a_stop_id_beats_a_complete_grammar_at_the_same_place() -> None:
+    driver = Driver(replace(CONFIG, depth=1))
+    output = probe([5, 6, 7], 1, 3, grammar=True)
+    stop = frozenset([output[1]])
+    request = driver.ask([5, 6, 7], max_tokens=9, grammar=True, stop_ids=stop)
+    driver.tick()
+    answer(driver, DoneReason.NONE)
+    driver.tick()
+    answer(driver, DoneReason.GRAMMAR)
+    assert (request.output, reason(driver)) == (output[:2], FinishReason.STOP)
+
+
+def test_a_grammar_that_is_complete_before_any_token_ends_the_output_empty() -> None:
+    driver = Driver(replace(CONFIG, depth=1))
+    request = driver.ask(8, max_tokens=9, grammar=True)
+    driver.tick()
+    step = driver.steps.popleft()
+    result = driver.device.body(step)
+    driver.tails.append(step)
+    rows = np.frombuffer(result.rows, RESULT).copy()
+    rows["done_reason"], rows["num_tokens"] = DoneReason.GRAMMAR, 0
+    driver.mail(replace(result, rows=rows.tobytes(), tokens=b""), EXECUTOR)
+    driver.tail()
+    assert (request.output, reason(driver)) == ([], FinishReason.GRAMMAR)
+
+
+def test_a_grammar_error_fails_that_request_alone() -> None:
+    driver = Driver(replace(CONFIG, depth=1))
+    bad = driver.ask(10, max_tokens=6, grammar=True)
+    good = driver.ask(10, max_tokens=6)
+    driver.tick()
+    answer(driver, DoneReason.GRAMMAR_ERROR)
+    (failed,) = bad.terminals
+    assert isinstance(failed, Failed)
+    assert (failed.code, failed.final_pos) == (ErrorCode.GRAMMAR, len(bad.output))
+    driver.run()
+    assert len(good.output) == 6
+    driver.assert_clean()
+
+
+def test_a_device_that_completes_a_grammar_where_there_is_none_is_not_believed() -> None:
+    driver = Driver(replace(CONFIG, depth=1))
+    request = driver.ask(10, max_tokens=6)
+    driver.tick()
+    answer(driver, DoneReason.GRAMMAR)
+    (failed,) = request.terminals
+    assert isinstance(failed, Failed)
+    assert failed.code == ErrorCode.INTERNAL
+
+
+def test_tokens_behind_an_end_are_counted_as_overrun() -> None:
+    driver = Driver(replace(CONFIG, depth=2))
+    request = driver.ask(10, max_tokens=30)
+    for _ in range(4):
+        driver.step()
+    driver.tick()
+    in_flight = len(driver.steps)
+    driver.abort(request)
+    for _ in range(in_flight):
+        driver.body()  # they were on their way before the abort
+        driver.tail()
+    assert in_flight == 2
+    assert driver.core.stats().overrun_tokens == in_flight
     driver.assert_clean()
 
 
