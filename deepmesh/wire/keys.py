@@ -16,7 +16,10 @@ from zmq.utils import z85
 
 from deepmesh.config import Config, ConfigError
 
-ServiceName = Literal["gateway", "tokenizer", "router", "scheduler", "executor", "kvstore"]
+# "operator" is no service: `deepmesh pause` and `resume` dial schedulers with its key.
+ServiceName = Literal[
+    "gateway", "tokenizer", "router", "scheduler", "executor", "kvstore", "operator"
+]
 KEY_BYTES = 32
 SERVICES: tuple[str, ...] = get_args(ServiceName)
 DIALS: Mapping[str, tuple[str, ...]] = {
@@ -26,6 +29,7 @@ DIALS: Mapping[str, tuple[str, ...]] = {
     "scheduler": ("kvstore",),
     "executor": ("scheduler", "kvstore"),
     "kvstore": (),
+    "operator": ("scheduler",),
 }
 
 
