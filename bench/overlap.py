@@ -42,7 +42,7 @@ def case_figures(case: Case, runs: Sequence[Run]) -> dict[str, Json]:
     paces = [_pace(ideal) for ideal in ideals]
     ratios = [_pace(one.window) / statistics.median(paces) for one in runs if paces]
     steal = max(one.load.steal for one in runs)
-    others = max((one.load.others or 0.0 for one in runs), default=0.0)
+    others = max(one.load.others or 0.0 for one in runs)
     return {
         "device": "cpu",
         "step_ms": case.step_ms,

@@ -1,7 +1,7 @@
 """Streaming HTTP clients in a process of their own.
 
 `python -m bench.rig.clients --url URL --streams 32 --seconds 3`: each stream asks for one chat
-after the other. Prints a JSON object: chats that ended well, events, errors.
+after the other. Prints a `Tally` as JSON.
 """
 
 import argparse
@@ -12,17 +12,19 @@ import sys
 import time
 from urllib.parse import urlsplit
 
+import msgspec
 import uvloop
 
 SHORTEST, LONGEST = 40, 120  # tokens of a chat
 
 
-class Tally:
+class Tally(msgspec.Struct):
     """What came back."""
 
-    def __init__(self) -> None:
-        self.chats = self.events = 0
-        self.errors: list[str] = []
+    chats: int = 0
+    events: int = 0
+    errors: list[str] = []
+    cpu_ms: float = 0.0  # of this process
 
 
 async def chat(host: str, port: int, max_tokens: int, tally: Tally) -> None:
@@ -80,7 +82,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3.0)
     arguments = parser.parse_args()
     tally = uvloop.run(streams(arguments.url, arguments.streams, arguments.seconds))
-    print(json.dumps(vars(tally)))
+    tally.cpu_ms = 1e3 * time.process_time()
+    print(msgspec.json.encode(tally).decode())
     return 1 if tally.errors else 0
 
 

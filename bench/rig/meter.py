@@ -17,24 +17,28 @@ class Load:
 
 
 class Meter:
-    """Looks now, and again at `read`."""
+    """Looks when it is made, and again at `stop`."""
 
-    def __init__(self, **pids: int) -> None:
-        """Without `pids` only the steal is known."""
+    def __init__(self, pids: dict[str, int]) -> None:
+        """`pids`: the processes to watch, by name."""
         self._pids, self._steal = pids, Steal()
-        self._before, self._machine = self._cpu_ms(), _machine_ms()
+        self._cpu_ms, self._machine_ms = self._watched_ms(), _machine_ms()
+        self._stolen, self._others = 0.0, None
 
-    def read(self, steps: int) -> Load:
-        """What happened since; per step where it says so."""
-        steal, now, machine = self._steal.take(), self._cpu_ms(), _machine_ms()
-        used = {name: now[name] - self._before[name] for name in now}
-        others = None
-        if used and machine[1] > self._machine[1]:
-            busy, whole = (b - a for a, b in zip(self._machine, machine, strict=True))
-            others = max(0.0, busy - sum(used.values())) / whole
-        return Load(steal, {name: ms / steps for name, ms in used.items()}, others)
+    def stop(self, **ended_ms: float) -> None:
+        """Look again; `ended_ms`: CPU time of processes that began and ended meanwhile."""
+        self._stolen, now, machine = self._steal.take(), self._watched_ms(), _machine_ms()
+        self._cpu_ms = {name: now[name] - self._cpu_ms[name] for name in now} | ended_ms
+        busy, whole = (b - a for a, b in zip(self._machine_ms, machine, strict=True))
+        if whole > 0:
+            self._others = max(0.0, busy - sum(self._cpu_ms.values())) / whole
 
-    def _cpu_ms(self) -> dict[str, float]:
+    def load(self, steps: int) -> Load:
+        """What happened between the two looks, during which so many steps ran."""
+        per_step = {name: ms / steps for name, ms in self._cpu_ms.items()}
+        return Load(self._stolen, per_step, self._others)
+
+    def _watched_ms(self) -> dict[str, float]:
         return {name: _process_ms(pid) for name, pid in self._pids.items()}
 
 

@@ -15,6 +15,7 @@ import msgspec
 
 from bench.rig import metrics
 from bench.rig.cases import ROOT, Case
+from bench.rig.clients import Tally
 from bench.rig.meter import Load, Meter
 from bench.rig.recorder import Recording
 from bench.rig.replay import replay
@@ -67,13 +68,15 @@ def _run_pair(config: Config, case: Case, steps: int, *, with_replay: bool) -> R
             sink = Sink(config, case)
             try:
                 first = sink.settle()
-                meter = Meter(scheduler=scheduler.pid, executor=executor.pid, sink=os.getpid())
+                pids = {"scheduler": scheduler.pid, "executor": executor.pid, "sink": os.getpid()}
+                meter = Meter(pids)
                 sink.run_until(first + steps)
-                load = meter.read(steps)
+                meter.stop()
                 _stop(scheduler, sink)
             finally:
                 sink.close()
-        return _evaluate(config, case, _read(out), (first, first + steps), with_replay, load)
+        bounds, load = (first, first + steps), meter.load(steps)
+        return _evaluate(config, case, _read(out), bounds, with_replay, load)
 
 
 def _run_mesh(config: Config, case: Case, steps: int, *, with_replay: bool) -> Run:
@@ -82,10 +85,11 @@ def _run_mesh(config: Config, case: Case, steps: int, *, with_replay: bool) -> R
     out = run_dir.parent / "recording"
     commands = _commands(config, case, run_dir / "mesh.toml", out)
     with Mesh(config, commands=list(commands.values())) as mesh:
-        meter = Meter()
-        _serve_clients(mesh.url, case.rows, WARM_S + steps * case.step_ms / 1000)
-        load = meter.read(steps)
+        meter = Meter(mesh.pids)
+        cpu_ms = _serve_clients(mesh.url, case.rows, WARM_S + steps * case.step_ms / 1000)
+        meter.stop(clients=cpu_ms)
     recording = _read(out)
+    load = meter.load(len(recording.results))
     bounds = metrics.full_steps(recording.submits, case.rows)
     if bounds[1] - bounds[0] < steps // 2:
         raise RunError(f"only the group steps {bounds} were full of rows")
@@ -96,12 +100,14 @@ def _run_mesh(config: Config, case: Case, steps: int, *, with_replay: bool) -> R
         return _evaluate(config, case, recording, bounds, with_replay, load)
 
 
-def _serve_clients(url: str, streams: int, seconds: float) -> None:
+def _serve_clients(url: str, streams: int, seconds: float) -> float:
+    """Run the clients to their end; the CPU time that they took, ms."""
     argv = [sys.executable, "-m", "bench.rig.clients", "--url", url]
     argv += ["--streams", str(streams), "--seconds", str(seconds)]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=seconds + STOP_S)
     if done.returncode:
         raise RunError(f"clients: {done.stdout or done.stderr}")
+    return msgspec.json.decode(done.stdout, type=Tally).cpu_ms
 
 
 def _evaluate(

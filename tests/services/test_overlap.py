@@ -132,8 +132,8 @@ def test_a_short_run_hides_the_host_behind_the_device(folder: Path) -> None:
     alone, ahead = found["cases"]
     assert (alone["depth"], ahead["depth"]) == (1, 2)
     assert ahead["bubble_ratio"] < (0.05 if ahead["valid"] else 0.5)
-    assert alone["bubble_ratio"] > ahead["bubble_ratio"]
     assert alone["gpu_gap_us_p50"] > 0 >= alone["lead_ms_p50"]
+    assert ahead["lead_ms_p50"] > alone["lead_ms_p50"]
     assert ahead["ideal_ratio"] > (0.95 if ahead["valid"] else 0.4)
     assert ahead["busy_ms_mean"] >= 20
     assert all(case["replay_same_tokens"] for case in found["cases"])
