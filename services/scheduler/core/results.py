@@ -146,14 +146,16 @@ class Results:
         table.phase[again] = Phase.PREFILL  # a null row took the last chunk's token
 
     def _fast_rows(self, answers: Answers, alive: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Rows of steady decode: one token that ends nothing, no logprobs."""
+        """Rows of steady decode: tokens that end nothing and are not the first, no logprobs."""
         rows, table, index = answers.rows, self._table, answers.rows.index
-        fast = alive & ~rows.is_prefill & (answers.counts == 1)
+        length = table.confirmed[index]
+        fast = alive & ~rows.is_prefill & (answers.counts > 0)
         fast &= (answers.found["done_reason"] == DoneReason.NONE) & (rows.num_logprobs < 0)
-        fast &= table.confirmed[index] + 1 < table.max_len[index]
-        if len(answers.tokens):
-            at = np.minimum(answers.offsets, len(answers.tokens) - 1)
-            fast &= ~self._maybe_stop[answers.tokens[at]]
+        fast &= (length > table.prompt_len[index]) & (
+            length + answers.counts < table.max_len[index]
+        )
+        stops = np.flatnonzero(self._maybe_stop[answers.tokens])
+        fast[np.searchsorted(answers.offsets, stops, side="right") - 1] = False
         return fast
 
     def _apply_fast(self, answers: Answers, fast: NDArray[np.intp], now: int) -> None:
@@ -162,13 +164,19 @@ class Results:
         if len(table.tokenizers) > 1:  # those of one tokenizer side by side
             order = np.argsort(homes, kind="stable")
             fast, index, homes = fast[order], index[order], homes[order]
-        new, length = answers.tokens[answers.offsets[fast]], table.confirmed[index]
-        table.ids[index, length] = new
-        table.confirmed[index] = length + 1
+        counts, length = answers.counts[fast], table.confirmed[index]
+        ends = np.cumsum(counts)
+        place = np.arange(int(counts.sum())) - np.repeat(ends - counts, counts)  # within its row
+        new = answers.tokens[np.repeat(answers.offsets[fast], counts) + place]
+        table.ids[np.repeat(index, counts), np.repeat(length, counts) + place] = new
+        table.confirmed[index] = length + counts
         table.progress_ns[index] = now
-        self.output_tokens += len(fast)
+        self.output_tokens += len(new)
         positions = (length - table.prompt_len[index]).tolist()
         ids: list[bytes] = new.view("V4").tolist()
+        if len(ids) > len(fast):  # drafts were accepted
+            data, cuts = new.tobytes(), [0, *(4 * ends).tolist()]
+            ids = [data[start:end] for start, end in pairwise(cuts)]
         rows = list(map(TokenRow, table.wire_rid[index].tolist(), positions, ids))
         edges = np.flatnonzero(np.diff(homes, prepend=-1)).tolist()
         for start, end in pairwise([*edges, len(rows)]):
