@@ -160,6 +160,8 @@ class Rendezvous:
             )
 
     def _hold(self, step: SubmitStep) -> None:
+        if not step.descriptor.flags:
+            return
         for flag in (GroupFlag.DRAIN, GroupFlag.PAUSE):
             if step.descriptor.flags & flag:
                 self._held = (step.engine_epoch, step.group_step, flag)

@@ -12,6 +12,8 @@ from .oracle import next_tokens
 from .shadow import Cells, ShadowKV
 from .slots import Slots
 
+_DECODE, _DEVICE = int(RowMode.DECODE), int(RowSource.DEVICE)
+
 
 @dataclass(frozen=True, slots=True)
 class Written:
@@ -34,7 +36,7 @@ class DecodeRows:
 
     def choose(self, rows: NDArray[np.void]) -> NDArray[np.intp]:
         """Rows that take this path, by what the step says and the slots hold."""
-        plain = (rows["mode"] == RowMode.DECODE) & (rows["source"] == RowSource.DEVICE)
+        plain = (rows["mode"] == _DECODE) & (rows["source"] == _DEVICE)
         plain &= (rows["grammar"] == 0) & (rows["sample"] == 1) & (rows["q"] == 1)
         found = np.flatnonzero(plain)
         if len(found) == 0:

@@ -14,7 +14,6 @@ from deepmesh.wire.messages import (
     Load,
     LoadBlocks,
     Reset,
-    RowMode,
     RowSource,
     StepResult,
     StepStatus,
@@ -33,6 +32,7 @@ from .masks import MaskWorker
 from .store import SimStore, SimTransfers, Truth
 
 NO_EPOCH = -1
+_DEVICE = int(RowSource.DEVICE)
 LATE_MASK_NS = 8 * MS
 
 
@@ -167,9 +167,9 @@ class SimExecutor:
     def _length_ns(self, step: SubmitStep) -> int:
         """Of this rank's own work in a step."""
         times, rows = self._times, np.frombuffer(step.rows, ROW)
-        known = (rows["mode"] == RowMode.PREFILL) | (rows["source"] == RowSource.HOST)
-        prefill, decode = int(rows["q"][known].sum()), int(rows["q"][~known].sum())
-        context = int(rows["start_hi"][~known].sum())
+        device = rows["source"] == _DEVICE
+        decode, context = int(rows["q"][device].sum()), int(rows["start_hi"][device].sum())
+        prefill = int(rows["q"].sum()) - decode
         length = times.step + prefill * times.token + decode * times.row
         length += context * times.context // 1000
         return length + int(length * times.straggle * self._clock.random.random())

@@ -30,7 +30,8 @@ class Hunter:
         for rid, (request, state) in list(self._prey.items()):
             if request.terminals:
                 del self._prey[rid]
-            elif state_of(world.core, rid) == state:
+                continue
+            owner = next((t for t in world.tokenizers if t.knows(request)), None)
+            if owner is not None and state_of(world.core, rid) == state:
                 del self._prey[rid]
-                owner = next(t for t in world.tokenizers if t.knows(request))
                 owner.abort_now(request)

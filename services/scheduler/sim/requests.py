@@ -34,6 +34,7 @@ class SimRequest:
     cached_tokens: int = 0
     first_token_ns: int = 0
     ended_ns: int = 0
+    token_ns: list[int] = field(default_factory=list[int])  # when each output token arrived
 
     def generate(self, reply_to: str) -> Generate:
         """The message that starts it, or continues it from the tokens known."""
@@ -70,6 +71,7 @@ class SimRequest:
             self.first_token_ns = now
             self.cached_tokens = row.cached_tokens
         self.output[row.pos : row.pos + len(ids)] = ids
+        self.token_ns += [now] * (len(self.output) - len(self.token_ns))
 
     def end(self, terminal: Finished | Failed) -> None:
         """The terminal message; the same one again is a repeat after a lost link."""
@@ -88,6 +90,14 @@ class SimRequest:
             stop_ids=self.stop_ids,
             grammar=self.rules,
         )
+
+    def is_right(self, vocab_size: int) -> bool:
+        """Whether `verify` has nothing to say."""
+        try:
+            self.verify(vocab_size)
+        except AssertionError:
+            return False
+        return True
 
     def verify(self, vocab_size: int) -> None:
         """It ended once, with the oracle's tokens as far as it came."""

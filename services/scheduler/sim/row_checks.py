@@ -15,6 +15,9 @@ from deepmesh.wire.messages import (
 from .shadow import ShadowError, Writer
 
 DUMMY_SLOT = 0xFFFFFFFF  # the scratch slot of dummy rows
+# Looking up a member of an enumeration takes longer than comparing two numbers.
+_PREFILL, _HOST = int(RowMode.PREFILL), int(RowSource.HOST)
+_MIXED, _DECODE_STEP, _PREFILL_STEP = map(int, (StepKind.MIXED, StepKind.DECODE, StepKind.PREFILL))
 
 
 def check_dummy(rows: NDArray[np.void]) -> None:
@@ -33,7 +36,7 @@ def check_descriptor(descriptor: Descriptor, rows: NDArray[np.void], rank: int) 
     Raises:
         ShadowError: names the rank and what does not fit.
     """
-    if len(np.unique(rows["slot"])) != len(rows):
+    if len(set(rows["slot"].tolist())) != len(rows):
         raise ShadowError(f"rank {rank} runs two rows of one slot in a step")
     tokens = int(rows["q"].sum())
     if tokens > descriptor.padded_tokens or len(rows) > descriptor.padded_rows:
@@ -41,11 +44,12 @@ def check_descriptor(descriptor: Descriptor, rows: NDArray[np.void], rank: int) 
             f"I22 rank {rank} has {tokens} tokens in {len(rows)} rows, the group agreed on "
             f"{descriptor.padded_tokens} in {descriptor.padded_rows}"
         )
-    is_prefill = rows["mode"] == RowMode.PREFILL
-    known = is_prefill | (rows["source"] == RowSource.HOST)
-    if descriptor.kind == StepKind.DECODE and is_prefill.any():
+    if descriptor.kind == _MIXED or len(rows) == 0:
+        return
+    is_prefill = rows["mode"] == _PREFILL
+    if descriptor.kind == _DECODE_STEP and is_prefill.any():
         raise ShadowError(f"I22 rank {rank} prefills in a step of kind DECODE")
-    if descriptor.kind == StepKind.PREFILL and not known.all():
+    if descriptor.kind == _PREFILL_STEP and not (is_prefill | (rows["source"] == _HOST)).all():
         raise ShadowError(f"I22 rank {rank} decodes in a step of kind PREFILL")
 
 

@@ -1,30 +1,37 @@
 """Worlds drawn from a seed: geometry, depth, ranks, workload, delays and faults together."""
 
 import random
+from dataclasses import dataclass, field
 
 from deepmesh.config import SchedulerConfig
 from deepmesh.wire.messages import Capacity
 
 from .clock import MS, Times
+from .coverage import STATES
 from .faults import KINDS, STORE_KINDS, FaultKind, schedule_faults
 from .store import OpFaults
 from .workload import mixed
 from .world import World
 
+RANKS = (1, 2, 8, 32, 128)
+_WEIGHTS = (50, 25, 17, 6, 2)  # a world of many ranks takes as long as many worlds of one
+AUDIT_EVERY = {1: 1, 2: 1, 8: 4, 32: 16, 128: 64}
 
-def draw_capacity(draw: random.Random) -> Capacity:
-    """A small device: everything runs short now and then."""
+
+def draw_capacity(draw: random.Random, *, ranks: int) -> Capacity:
+    """A small device: everything runs short now and then. The more ranks, the smaller."""
     window, block_size = draw.choice([8, 16, 24, 40]), draw.choice([4, 8, 16])
     align = block_size * draw.choice([1, 2, 4])
+    tokens = draw.randrange(144, 480) if ranks <= 2 else draw.randrange(120, 200)
     least_windows = (window + align + 8) // block_size + 4
     return Capacity(
         engine_epoch=0,
         rank=0,
-        num_global_blocks=draw.randrange(144, 480) // block_size,
+        num_global_blocks=tokens // block_size,
         num_window_blocks=draw.randrange(least_windows, least_windows + 26),
         num_state_blocks=draw.randrange(1, 12),
-        num_slots=draw.randrange(1, 12),
-        max_model_len=draw.choice([150, 300, 512]),
+        num_slots=draw.randrange(1, 12) if ranks <= 2 else draw.randrange(2, 5),
+        max_model_len=draw.choice([150, 300, 512]) if ranks <= 2 else 100,
         vocab_size=97,
         window=window,
         block_size=block_size,
@@ -34,10 +41,10 @@ def draw_capacity(draw: random.Random) -> Capacity:
     )
 
 
-def draw_config(draw: random.Random) -> SchedulerConfig:
-    """Depth, budgets and bounds."""
+def draw_config(draw: random.Random, depth: int) -> SchedulerConfig:
+    """Budgets and bounds."""
     return SchedulerConfig(
-        depth=draw.choice((1, 2, 3)),
+        depth=depth,
         max_rows=draw.randrange(1, 12),
         step_tokens=draw.choice([16, 64, 128]),
         chunk_tokens=draw.choice([16, 32, 64]),
@@ -53,16 +60,29 @@ def draw_stores(draw: random.Random) -> tuple[int, OpFaults]:
     return draw.choice([1, 1, 2]), faults if draw.random() < 0.35 else OpFaults()
 
 
-def draw_world(seed: int, *, faults: int = 0, kinds: tuple[FaultKind, ...] = KINDS) -> World:
-    """A world with its workload submitted and its faults scheduled; call `run` and `verify`."""
+def draw_world(
+    seed: int,
+    *,
+    faults: int = 0,
+    kinds: tuple[FaultKind, ...] = KINDS,
+    ranks: int = 0,
+    depth: int = 0,
+) -> World:
+    """A world with its workload submitted and its faults scheduled; call `run` and `verify`.
+
+    Args:
+        ranks, depth: drawn, too, unless given.
+    """
     draw = random.Random(seed)
-    capacity = draw_capacity(draw)
+    drawn_ranks, drawn_depth = draw.choices(RANKS, _WEIGHTS)[0], draw.choice((1, 2, 3))
+    ranks, depth = ranks or drawn_ranks, depth or drawn_depth
+    capacity = draw_capacity(draw, ranks=ranks)
     kvstores, op_faults = draw_stores(random.Random(~seed))
     world = World(
-        draw_config(draw),
+        draw_config(draw, depth),
         capacity,
         seed=seed,
-        ranks=draw.choice([1, 1, 1, 2, 3]),
+        ranks=ranks,
         tokenizers=draw.choice([1, 2]),
         mask_miss=draw.choice([0.0, 0.1, 0.4]),
         times=Times(
@@ -70,17 +90,54 @@ def draw_world(seed: int, *, faults: int = 0, kinds: tuple[FaultKind, ...] = KIN
             tail=draw.choice([10_000, 300_000, 3_000_000]),
         ),
         max_unacked=draw.choice([8, 2048]),
+        audit_every=AUDIT_EVERY.get(ranks, 1),
         kvstores=kvstores,
         op_faults=op_faults,
     )
+    count = draw.randrange(4, 20) if ranks <= 2 else ranks + draw.randrange(8, 16 + ranks // 2)
     workload = mixed(
-        seed, draw.randrange(4, 20), capacity, abort_share=draw.choice([0.0, 0.2, 0.5])
+        seed,
+        count,
+        capacity,
+        span_ns=(50 if ranks <= 2 else 20) * MS,
+        abort_share=draw.choice([0.0, 0.2, 0.5]),
+        most_output=80 if ranks <= 2 else 30,
     )
+    hunted = draw.choice([0.0, 0.3, 0.6])
     for request in workload:
         world.submit(request, draw.randrange(len(world.tokenizers)))
+        if draw.random() < hunted:
+            world.hunter.want(request, draw.choice(STATES))
     for peer in (*world.executors, *world.tokenizers):
         peer.link.duplicates = draw.choice([0.0, 0.1])
     schedule_faults(world, faults, span_ns=150 * MS, kinds=kinds)
     if kvstores and faults:
         schedule_faults(world, 1, span_ns=150 * MS, kinds=STORE_KINDS)
     return world
+
+
+@dataclass(frozen=True, slots=True)
+class SoakRun:
+    """What one world came to."""
+
+    seed: int
+    depth: int
+    ranks: int
+    counts: dict[str, int] = field(default_factory=dict[str, int])
+    error: str = ""  # what was wrong, and of which kind
+    kind: str = ""  # oracle, audit, shadow, unfinished
+
+
+def soak_run(seed: int, faults: int, ranks: int = 0, depth: int = 0) -> SoakRun:
+    """Draw, run and verify the world of a seed."""
+    world = draw_world(seed, faults=faults, ranks=ranks, depth=depth)
+    error = kind = ""
+    try:
+        world.run()
+        world.verify()
+    except AssertionError as found:
+        error = f"{type(found).__name__}: {found}"
+        kinds = {"AuditError": "audit", "ShadowError": "shadow"}
+        kind = kinds.get(type(found).__name__, "unfinished" if world.unfinished() else "oracle")
+    coverage = world.covered()
+    return SoakRun(seed, coverage.depth, coverage.ranks, dict(coverage.counts), error, kind)

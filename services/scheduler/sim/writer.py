@@ -33,9 +33,10 @@ class ExternalWriter:
             return
         for rank, memory in enumerate(engine.memories):
             for pool in Pool:
-                free = memory.pools[pool].free_blocks()
-                if free != self._known[rank][pool]:
-                    new = sorted(set(free).difference(self._known[rank][pool]))
+                free, known = memory.pools[pool].free_blocks(), self._known[rank][pool]
+                # Blocks are taken from the end and come back there.
+                if len(free) != len(known) or (free and free[-1] != known[-1]):
+                    new = sorted(set(free).difference(known))
                     self._known[rank][pool] = list(free)
                     self._fill(devices[rank], pool, new, memory.pools[pool].fence, rank)
             self._passed[rank] = memory.gpu_done
