@@ -143,3 +143,13 @@ def test_an_open_gateway_and_an_open_group_are_pointed_out(tmp_path: Path) -> No
     checks = found(config_of(tmp_path, text))
     assert checks["gateway"][0] == "warn"
     assert checks["executors' group"][0] == "ok"
+
+
+def test_the_mesh_of_compose_is_a_configuration_whose_links_are_encrypted() -> None:
+    config = load_config(ROOT / "compose" / "mesh.cpu.toml")
+    addresses = config.services_by_address()
+    assert all(address.startswith("tcp://") for address in addresses)
+    assert sorted(addresses.values()) == [
+        *("kvstore", "router", "scheduler", "scheduler", "tokenizer", "tokenizer")
+    ]
+    assert config.links.keys == "/keys"

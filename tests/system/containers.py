@@ -19,7 +19,7 @@ SERVICES = (
     *("executor-0-0", "executor-0-1", "executor-1-0", "executor-1-1", "kvstore-0"),
 )
 COMPOSE = Path(sysconfig.get_path("scripts")) / "docker-compose"
-UP_S = 180.0
+UP_S = 300.0
 
 
 class ComposeMesh:
@@ -106,7 +106,7 @@ class ComposeMesh:
         """The last lines of its output."""
         return self._compose("logs", "--no-color", "--tail", str(num_lines), service)
 
-    def _compose(self, *argv: str, timeout_s: float = 60) -> str:
+    def _compose(self, *argv: str, timeout_s: float = 120) -> str:
         files = [part for file in FILES for part in ("-f", str(file))]
         if not COMPOSE.exists():
             raise EngineError(f"{COMPOSE} is missing: `make system` installs it")

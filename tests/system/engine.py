@@ -54,7 +54,7 @@ class Engine:
         self._daemon = subprocess.Popen([*wrapper, *argv], stdout=self._log, stderr=self._log)
         self._wait_started()
 
-    def docker(self, *argv: str, timeout_s: float = 60) -> str:
+    def docker(self, *argv: str, timeout_s: float = 120) -> str:
         """Run `docker ARGV`; its standard output.
 
         Raises:
@@ -118,7 +118,7 @@ def run(
     argv: Sequence[str],
     *,
     env: dict[str, str] | None = None,
-    timeout_s: float = 60,
+    timeout_s: float = 120,
     stdin: str | None = None,
     cwd: Path = ROOT,
 ) -> str:
@@ -150,8 +150,8 @@ def make_base(engine: Engine) -> None:
     argv = ["mmdebstrap", "--quiet", "--variant=apt", f"--include={BASE_PACKAGES}"]
     argv += [f"--customize-hook=copy-in {pip_conf} /etc"]
     argv += [f"--customize-hook=copy-in {CA_BUNDLE} {CA_BUNDLE.parent}"]
-    run([*argv, "bookworm", str(tree)], timeout_s=300)
-    engine.docker("import", str(tree), BASE, timeout_s=120)
+    run([*argv, "bookworm", str(tree)], timeout_s=600)
+    engine.docker("import", str(tree), BASE, timeout_s=300)
     tree.unlink()
 
 
@@ -170,4 +170,4 @@ def build(engine: Engine, target: str, **arguments: str) -> None:
     argv = ["build", "--quiet", "--network", "host", "-f", "compose/Dockerfile"]
     for name, value in {"BASE": BASE, **arguments}.items():
         argv += ["--build-arg", f"{name}={value}"]
-    engine.docker(*argv, "--target", target, "-t", f"deepmesh:{target}", ".", timeout_s=400)
+    engine.docker(*argv, "--target", target, "-t", f"deepmesh:{target}", ".", timeout_s=900)

@@ -43,7 +43,7 @@ class Load:
             return list(threads.map(lambda n: self._answer(n, may_retry=may_retry), numbers))
 
     def _answer(self, number: int, *, may_retry: bool) -> str:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 180
         while True:
             try:
                 return self._stream(number)
@@ -65,7 +65,7 @@ class Load:
         messages: Sequence[dict[str, object]] = [{"role": "user", "content": PROMPTS[number]}]
         pieces: list[str] = []
         last = time.monotonic()
-        with Client(self.url, timeout_s=90) as client:
+        with Client(self.url, timeout_s=180) as client:
             for event in client.stream_chat([*messages], fields):
                 now = time.monotonic()
                 if event.kind == "finish":

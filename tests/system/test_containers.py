@@ -18,7 +18,7 @@ from tests.system.containers import PROJECT, SERVICES, ComposeMesh
 from tests.system.engine import Engine, build, make_base
 from tests.system.streams import Load
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(1800)]
 
 BACK_S = 120.0
 # As a stranger in the network sees it. Reads [[address, server key, public key, secret key]].
@@ -199,7 +199,7 @@ def test_a_killed_container_loses_no_request_and_comes_back(
     load, killed = Load(mesh.url), list[float]()
 
     def kill() -> None:
-        if load.moving.wait(60):
+        if load.moving.wait(120):
             killed.append(mesh.kill(service))
 
     killer = threading.Thread(target=kill)
