@@ -19,7 +19,7 @@ class Probe:
         self._dialer = Dialer(address, Identity.new(service, f"{service}-probe"), links)
         self._inbox = Inbox(self._dialer)
 
-    def wait(self, holds: Callable[[Peer], bool], timeout_s: float = 60) -> Peer:
+    def wait(self, holds: Callable[[Peer], bool], timeout_s: float = 120) -> Peer:
         """Block until the peer is there and `holds` says yes to it."""
         deadline = time.monotonic() + timeout_s
         while (peer := self._dialer.peer) is None or not holds(peer):

@@ -18,7 +18,9 @@ MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny"
 NUM_STREAMS = 16
 MAX_TOKENS = 90
 UNDER_WAY = 8  # events of every stream before the kill
-BACK_S, GAP_S = 30.0, 45.0  # docs: 5 and 15; this machine may have other work to do
+# The promise is 5 s to serve again and 15 s without a token, on a machine with nothing else to do.
+# What else it does shows in how long the whole mesh took to start, which is added twice here.
+BACK_S, GAP_S = 10.0, 20.0
 CONFIG = """
 [mesh]
 name = "kills"
@@ -60,6 +62,7 @@ class Life:
     mesh: Mesh
     running: RunningMesh
     expected: list[Stream]
+    start_s: float
 
 
 def requests() -> list[tuple[str, Json]]:
@@ -88,17 +91,19 @@ def requests() -> list[tuple[str, Json]]:
 
 
 @pytest.fixture(scope="module")
-def life(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
+def life(tmp_path_factory: pytest.TempPathFactory, recovery_table: Table) -> Iterator[Life]:
     folder = tmp_path_factory.mktemp("k")
     path = folder / "mesh.toml"
     path.write_text(CONFIG.format(run_dir=folder / "run", model=MODEL))
+    began = time.monotonic()
     with Mesh(path) as mesh:
         for index in range(2):
-            with probe(mesh, f"scheduler-{index}") as scheduler:
-                scheduler.wait(lambda peer: peer.stats.ready)
+            incarnation(mesh, f"scheduler-{index}")
+        start_s = time.monotonic() - began
+        recovery_table.row("(all start)", f"{start_s:.1f}", "")
         expected = asyncio.run(storm(mesh, None))[0]
         assert all(stream.text for stream in expected)
-        yield Life(mesh, RunningMesh(mesh, path), expected)
+        yield Life(mesh, RunningMesh(mesh, path), expected, start_s)
     check_gone(mesh)
 
 
@@ -128,38 +133,43 @@ def probe(mesh: Mesh, name: str) -> Probe:
     return Probe(address, "gateway" if service == "tokenizer" else "tokenizer", config.links)
 
 
-def kill_and_wait(mesh: Mesh, name: str) -> float:
-    """Kill it; returns after how many seconds it serves again."""
+def incarnation(mesh: Mesh, name: str) -> bytes:
+    """Of the process that serves now; of its scheduler, if it is an executor."""
     with probe(mesh, name) as link:
-        before = link.wait(lambda peer: peer.stats.ready)
-        began = time.monotonic()
-        pid = mesh.kill(name)
-        assert pid
+        return link.wait(lambda peer: peer.stats.ready).incarnation
+
+
+def wait_back(mesh: Mesh, name: str, before: bytes) -> None:
+    """Block until a process that has just been killed serves again."""
+    with probe(mesh, name) as link:
         if name.startswith("executor"):
             link.wait(lambda peer: not peer.stats.ready)
             link.wait(lambda peer: peer.stats.ready)
         else:
-            link.wait(lambda p: p.incarnation != before.incarnation and p.stats.ready)
-        assert mesh.wait_restarted(name, pid)
-        return time.monotonic() - began
+            link.wait(lambda peer: peer.incarnation != before and peer.stats.ready)
 
 
 async def storm(mesh: Mesh, victim: str | None) -> tuple[list[Stream], float]:
     """All streams at once; when each is on its way, the victim dies. How long it was away, s."""
+    before = incarnation(mesh, victim) if victim is not None else b""
     streams, back_s = Streams(requests(), UNDER_WAY), 0.0
-    running = asyncio.create_task(streams.run(mesh.url, timeout_s=90))
+    running = asyncio.create_task(streams.run(mesh.url, timeout_s=250))
     middle = asyncio.create_task(streams.in_the_middle())
     await asyncio.wait({running, middle}, return_when=asyncio.FIRST_COMPLETED)
     if running.done():
         await running  # it failed: say how
     await middle
     if victim is not None:
-        back_s = await asyncio.to_thread(kill_and_wait, mesh, victim)
+        pid, began = mesh.kill(victim), time.monotonic()
+        assert pid
+        await asyncio.to_thread(wait_back, mesh, victim, before)
+        assert mesh.wait_restarted(victim, pid)
+        back_s = time.monotonic() - began
     await running
     return streams.streams, back_s
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_a_killed_process_costs_no_stream_a_bit(
     life: Life, victim: str, recovery_table: Table
@@ -179,4 +189,5 @@ def test_a_killed_process_costs_no_stream_a_bit(
     assert life.running.total("deepmesh_stored_blocks_total") > 0, "the kvstore has no part in it"
     assert {name: pid for name, pid in life.mesh.pids.items() if name != victim} == others
     assert not list(life.mesh.run_dir.glob("group-*")), "a rendezvous was left behind"
-    assert (back_s < BACK_S, gap_s < GAP_S) == (True, True), (back_s, gap_s)
+    assert back_s < BACK_S + 2 * life.start_s
+    assert gap_s < GAP_S + 2 * life.start_s
