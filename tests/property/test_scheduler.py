@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from msgspec.structs import replace
 
-from deepmesh.wire.messages import StepStatus
+from deepmesh.wire.messages import Pause, Resume, StepStatus
 from services.scheduler.sim.requests import SimRequest
 from tests.core.driver import CONFIG, EXECUTOR, TOKENIZER, Driver, words
 
@@ -62,6 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=80,
         )
         self.waited_s = 0
+        self.is_paused = False
         self.masks = 0
 
     # ------------------------------------------------------------ tokenizer
@@ -126,6 +127,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             self.driver.lose_tokenizer()
 
+    @rule()
+    def pause_or_resume(self) -> None:
+        self.is_paused = not self.is_paused
+        self.driver.mail(Pause() if self.is_paused else Resume(), "operator")
+
     # ------------------------------------------------------------ device
 
     @rule()
@@ -178,6 +184,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         if self.driver.lost:
             self.driver.regain_tokenizer()
+        self.driver.mail(Resume(), "operator")
         self.driver.run()
         self.driver.assert_clean()
 
