@@ -1,4 +1,4 @@
-"""A conversation goes on from the kvstore after scheduler and executors were restarted."""
+"""The trace of a request that is served from the kvstore: one tree over all processes."""
 
 import json
 import random
@@ -18,7 +18,7 @@ from tests.tiny import VOCAB_SIZE
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny"
 GRID, BLOCK = 128, 64
-FIRST_TURN, ANSWER, NEW = 1500, 40, 20
+NUM_TOKENS = 700
 CONFIG = """
 [mesh]
 name = "kvstore"
@@ -29,7 +29,7 @@ port = 0
 [scheduler]
 audit = true
 [executor]
-ranks = {ranks}
+ranks = 2
 [kvstore]
 count = 1
 memory_bytes = 67108864
@@ -39,26 +39,19 @@ backoff_s = 0.1
 
 
 class Turn:
-    """What came back for one prompt."""
+    """One streamed answer, and its trace."""
 
-    def __init__(self, url: str, prompt: list[int], salt: str, max_tokens: int) -> None:
+    def __init__(self, url: str, prompt: list[int]) -> None:
         self.traceparent = new_traceparent()
         body = {
             "model": "tiny",
             "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": 0.8,
-            "seed": 5,
+            "max_tokens": 16,
             "ignore_eos": True,
-            "logprobs": 2,
-            "cache_salt": salt,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        self.choices: list[object] = []
         self.cached_tokens = -1
-        self.first_s = 0.0
-        began = time.monotonic()
         headers = {"traceparent": self.traceparent}
         with httpx.stream(
             "POST", url + "/v1/completions", json=body, headers=headers, timeout=100
@@ -66,8 +59,6 @@ class Turn:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     event = json.loads(line.removeprefix("data: "))
-                    self.first_s = self.first_s or time.monotonic() - began
-                    self.choices += event["choices"]
                     if event.get("usage"):
                         details = event["usage"]["prompt_tokens_details"]
                         self.cached_tokens = details["cached_tokens"]
@@ -84,11 +75,10 @@ class Turn:
             mesh.wait_for(lambda: False, 0.1)
 
 
-@pytest.fixture(params=[1, 2])
-def mesh(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Mesh]:
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[Mesh]:
     path = tmp_path / "mesh.toml"
-    config = CONFIG.format(run_dir=tmp_path / "run", model=MODEL, ranks=request.param)
-    path.write_text(config)
+    path.write_text(CONFIG.format(run_dir=tmp_path / "run", model=MODEL))
     with Mesh(path) as mesh:
         yield mesh
 
@@ -105,29 +95,21 @@ def restart_engine(mesh: Mesh) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_a_second_turn_after_a_restart_is_served_from_the_kvstore(mesh: Mesh) -> None:
+def test_a_turn_out_of_the_kvstore_is_one_tree_with_its_spans(mesh: Mesh) -> None:
     running = RunningMesh(mesh, mesh.run_dir / "mesh.toml")
     rng = random.Random(3)
-    prompt = [0, *(rng.randrange(20, VOCAB_SIZE) for _ in range(FIRST_TURN - 1))]
-    first = Turn(mesh.url, prompt, "a", ANSWER)
-    assert first.cached_tokens == 0
+    prompt = [0, *(rng.randrange(20, VOCAB_SIZE) for _ in range(NUM_TOKENS - 1))]
+    Turn(mesh.url, prompt)
     running.wait_idle()
-    stored = FIRST_TURN // BLOCK + 1  # all full blocks, and a point to resume at
+    stored = NUM_TOKENS // BLOCK + 1  # all full blocks, and a point to resume at
     deadline = time.monotonic() + 30
     while running.total("deepmesh_stored_blocks_total") < stored:
         assert time.monotonic() < deadline, "not written through"
     restart_engine(mesh)
 
-    longer = prompt + [rng.randrange(20, VOCAB_SIZE) for _ in range(ANSWER + NEW)]
-    cold = Turn(mesh.url, longer, "b", ANSWER)  # another salt: nobody's blocks
-    second = Turn(mesh.url, longer, "a", ANSWER)
-    assert cold.cached_tokens == 0
-    assert second.choices == cold.choices, "bits"
-    recomputed = len(longer) - second.cached_tokens
-    assert recomputed <= GRID + ANSWER + NEW
+    second = Turn(mesh.url, prompt)
+    assert second.cached_tokens >= NUM_TOKENS - GRID
     running.wait_total("deepmesh_store_hit_tokens_total", second.cached_tokens)
-    print(f"first token {cold.first_s:.3f} s cold, {second.first_s:.3f} s from the kvstore")
-    assert second.first_s < cold.first_s
 
     waterfall = second.waterfall(mesh)
     by_depth = depths(waterfall.spans)
