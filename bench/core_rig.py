@@ -79,7 +79,7 @@ class Rig:
 
     def __init__(self, ranks: int, rows: int) -> None:
         self.ranks = ranks
-        self.core = Scheduler(config_of(rows), name="s", model="m", ranks=ranks)
+        self.core = Scheduler(config_of(rows), name="s", model="m", ranks=ranks, encodes_rows=True)
         self._steps: deque[list[SubmitStep]] = deque()
         for number in range(NUM_TOKENIZERS):
             self.core.handle(TokenizerUp(f"tokenizer-{number}", b"1"), 0)

@@ -75,6 +75,7 @@ class SchedulerService:
             max_unacked=config.tokenizer.unacked_events,
             kvstores=config.kvstore.count,
             first_epoch=self._epochs.first,
+            encodes_rows=True,
         )
         me = Identity.new("scheduler", self.name, config)
         self.listener = Listener(config.scheduler_address(index), me, config.links, self._stats)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from deepmesh.wire import codec
 from deepmesh.wire.messages import (
     Finished,
     GpuDone,
@@ -40,11 +41,19 @@ from tests.core.driver import CAPACITY, CONFIG, SECOND, VOCAB, words
 RANKS = 3
 
 
+def over_the_wire(send: Send) -> Send:
+    """What the peer reads, if it came over the wire."""
+    message = codec.decode(codec.encode(send.message, seq=0, sent_ns=0)).message
+    return Send(send.peer, message)  # type: ignore[arg-type]
+
+
 class Group:
     """One core and a device for each of its ranks; results arrive when the test says."""
 
-    def __init__(self, num_requests: int = 7) -> None:
-        self.core = Scheduler(CONFIG, name="scheduler-0", model="m", ranks=RANKS)
+    def __init__(self, num_requests: int = 7, *, encodes_rows: bool = False) -> None:
+        self.core = Scheduler(
+            CONFIG, name="scheduler-0", model="m", ranks=RANKS, encodes_rows=encodes_rows
+        )
         self.devices = [Device(CAPACITY, rank) for rank in range(RANKS)]
         self.steps: list[deque[SubmitStep]] = [deque() for _ in range(RANKS)]
         self.requests: dict[bytes, SimRequest] = {}
@@ -68,6 +77,8 @@ class Group:
     def feed(self, event: Event) -> None:
         """One event, with all checks behind it."""
         for action in self.core.handle(event, self.now):
+            if isinstance(action, Send):
+                action = over_the_wire(action)
             match action:
                 case Send(peer, SubmitStep() as step):
                     self.steps[int(peer[-1])].append(step)
@@ -273,3 +284,14 @@ def test_a_pause_with_nothing_in_flight_is_told_by_a_step_of_dummies() -> None:
     assert {part.descriptor for part in parts} == {parts[0].descriptor}
     descriptor = parts[0].descriptor
     assert (descriptor.kind, descriptor.flags) == (StepKind.DUMMY, GroupFlag.PAUSE)
+
+
+def test_rows_that_leave_in_the_form_of_the_wire_are_the_same_rows() -> None:
+    plain, encoded = Group(), Group(encodes_rows=True)
+    outputs = run(plain, together=True)
+    assert run(encoded, together=True) == outputs
+    batches = [
+        [send.message for send in group.sent if isinstance(send.message, TokenBatch)]
+        for group in (plain, encoded)
+    ]
+    assert batches[0] == batches[1]

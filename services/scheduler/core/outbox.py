@@ -8,6 +8,7 @@ from deepmesh.wire.messages import Failed, Finished, FinishReason, Generate, Tok
 from .events import Action, Note, Outgoing, RequestEnded, Send
 from .group import group_step_of
 from .request import Request
+from .token_rows import RID_BYTES, encode_rows, join_rows
 
 Terminal = Finished | Failed
 
@@ -15,9 +16,12 @@ Terminal = Finished | Failed
 class Outbox:
     """Collects the actions of one event. Token rows of a tokenizer go out as one batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, encodes_rows: bool = False) -> None:
+        """`encodes_rows`: plain rows leave in the form of the wire; nobody can read them here."""
         self.actions: list[Action] = []
         self._rows: dict[str, list[TokenRow]] = {}
+        self._encodes_rows = encodes_rows
+        self._encoded: dict[str, tuple[int, bytes]] = {}  # number of rows, and they
 
     def send(self, peer: str, message: Outgoing) -> None:
         """One message, behind everything collected before it."""
@@ -35,13 +39,27 @@ class Outbox:
         else:
             rows.append(row)
 
-    def add_rows(self, peer: str, rows: list[TokenRow]) -> None:
-        """Many for one tokenizer."""
-        self._rows.setdefault(peer, []).extend(rows)
+    def add_tokens(
+        self,
+        peer: str,
+        rids: NDArray[np.uint8],
+        positions: NDArray[np.int64],
+        ids: NDArray[np.int32],
+    ) -> None:
+        """One token each of many requests of a tokenizer, before any other rows of the step."""
+        rows = self._rows.setdefault(peer, [])
+        if self._encodes_rows:
+            self._encoded[peer] = (len(ids), encode_rows(rids, positions, ids))
+            return
+        as_bytes: list[bytes] = np.ascontiguousarray(rids).view(f"V{RID_BYTES}").ravel().tolist()
+        words: list[bytes] = ids.astype("<i4").view("V4").tolist()
+        rows += map(TokenRow, as_bytes, positions.tolist(), words)
 
     def flush_rows(self, step_id: int, now: int) -> None:
         """Close the batches of this step."""
         for peer, rows in self._rows.items():
+            if peer in self._encoded:
+                rows = join_rows(*self._encoded.pop(peer), rows)
             self.actions.append(Send(peer, TokenBatch(group_step_of(step_id), now, rows)))
         self._rows = {}
 

@@ -7,6 +7,8 @@ from numpy.typing import NDArray
 
 from deepmesh.wire.messages import Failed, Finished, FinishReason, Generate
 
+from .token_rows import RID_BYTES
+
 
 class Phase:
     """Phase of a resident request; plain ints, since enum look-ups cost on the hot path."""
@@ -115,7 +117,8 @@ class RequestTable:
         size, self.slots = ranks * slots, slots
         blocks = -(-max_len // block_size) + 1
         self.requests: list[Request | None] = [None] * size
-        self.wire_rid = np.full(size, b"", np.object_)  # the request's id on the wire
+        self.wire_rid = np.zeros((size, RID_BYTES), np.uint8)  # the request's id on the wire
+        self.is_odd = np.zeros(size, np.bool_)  # that id has another length
         self.tokenizers: list[str] = []  # all that ever asked for one of these requests
         self.tokenizer = np.zeros(size, np.int16)  # who gets its tokens, as an index into those
         self.rid = np.zeros(size, np.uint64)

@@ -289,7 +289,10 @@ class Residency:
     ) -> None:
         table, target = self.table, len(request.ids)
         table.requests[index] = request
-        table.wire_rid[index] = request.generate.rid
+        rid = request.generate.rid
+        table.is_odd[index] = len(rid) != table.wire_rid.shape[1]
+        if not table.is_odd[index]:
+            table.wire_rid[index] = np.frombuffer(rid, np.uint8)
         table.home(index, request.reply_to)
         table.rid[index] = request.rid
         table.epoch[index] = request.epoch

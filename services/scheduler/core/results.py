@@ -69,7 +69,8 @@ class Results:
             np.count_nonzero(found["done_reason"] == DoneReason.NULL)
         )
         fast = self._fast_rows(answers, alive)
-        self._apply_fast(answers, np.flatnonzero(fast), now)
+        self._apply_fast(answers, np.flatnonzero(fast & (answers.counts == 1)), now)
+        self._apply_runs(answers, np.flatnonzero(fast & (answers.counts > 1)), now)
         probs = LogProbs(answers)
         for row in np.flatnonzero(alive & ~fast).tolist():
             self._apply_row(answers, row, probs, now)
@@ -151,9 +152,8 @@ class Results:
         length = table.confirmed[index]
         fast = alive & ~rows.is_prefill & (answers.counts > 0)
         fast &= (answers.found["done_reason"] == DoneReason.NONE) & (rows.num_logprobs < 0)
-        fast &= (length > table.prompt_len[index]) & (
-            length + answers.counts < table.max_len[index]
-        )
+        fast &= (length > table.prompt_len[index]) & ~table.is_odd[index]
+        fast &= length + answers.counts < table.max_len[index]
         stops = np.flatnonzero(self._maybe_stop[answers.tokens])
         fast[np.searchsorted(answers.offsets, stops, side="right") - 1] = False
         return fast
@@ -164,23 +164,38 @@ class Results:
         if len(table.tokenizers) > 1:  # those of one tokenizer side by side
             order = np.argsort(homes, kind="stable")
             fast, index, homes = fast[order], index[order], homes[order]
-        counts, length = answers.counts[fast], table.confirmed[index]
+        new, length = answers.tokens[answers.offsets[fast]], table.confirmed[index]
+        table.ids[index, length] = new
+        table.confirmed[index] = length + 1
+        table.progress_ns[index] = now
+        self.output_tokens += len(fast)
+        rids, positions = table.wire_rid[index], length - table.prompt_len[index]
+        edges = np.flatnonzero(np.diff(homes, prepend=-1)).tolist()
+        for start, end in pairwise([*edges, len(fast)]):
+            peer, part = table.tokenizers[int(homes[start])], slice(start, end)
+            self._outbox.add_tokens(peer, rids[part], positions[part], new[part])
+
+    def _apply_runs(self, answers: Answers, runs: NDArray[np.intp], now: int) -> None:
+        """Fast rows that bring several tokens each: accepted drafts."""
+        if not len(runs):
+            return
+        table, index = self._table, answers.rows.index[runs]
+        counts, length = answers.counts[runs], table.confirmed[index]
         ends = np.cumsum(counts)
         place = np.arange(int(counts.sum())) - np.repeat(ends - counts, counts)  # within its row
-        new = answers.tokens[np.repeat(answers.offsets[fast], counts) + place]
+        new = answers.tokens[np.repeat(answers.offsets[runs], counts) + place]
         table.ids[np.repeat(index, counts), np.repeat(length, counts) + place] = new
         table.confirmed[index] = length + counts
         table.progress_ns[index] = now
         self.output_tokens += len(new)
+        data, cuts = new.tobytes(), [0, *(4 * ends).tolist()]
         positions = (length - table.prompt_len[index]).tolist()
-        ids: list[bytes] = new.view("V4").tolist()
-        if len(ids) > len(fast):  # drafts were accepted
-            data, cuts = new.tobytes(), [0, *(4 * ends).tolist()]
-            ids = [data[start:end] for start, end in pairwise(cuts)]
-        rows = list(map(TokenRow, table.wire_rid[index].tolist(), positions, ids))
-        edges = np.flatnonzero(np.diff(homes, prepend=-1)).tolist()
-        for start, end in pairwise([*edges, len(rows)]):
-            self._outbox.add_rows(table.tokenizers[int(homes[start])], rows[start:end])
+        for at, position, (start, end) in zip(
+            index.tolist(), positions, pairwise(cuts), strict=True
+        ):
+            request = table.request_at(at)
+            row = TokenRow(request.generate.rid, position, data[start:end])
+            self._outbox.add_row(request.reply_to, row)
 
     def _apply_row(self, answers: Answers, row: int, probs: LogProbs, now: int) -> None:
         table, index = self._table, int(answers.rows.index[row])

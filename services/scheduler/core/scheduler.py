@@ -68,12 +68,13 @@ class Scheduler:
         max_unacked: int = 2048,
         kvstores: int = 0,
         choose_kind: ChooseKind | None = None,
+        encodes_rows: bool = False,
     ) -> None:
         policy = KindPolicy(config.hold_steps, 1e6 * config.decode_itl_ms)
         self.config = config
         self.name = name
         self.group = Group(ranks=ranks, first_epoch=first_epoch)
-        self.outbox = Outbox()
+        self.outbox = Outbox(encodes_rows=encodes_rows)
         self.stores = KvStores(
             self.outbox,
             count=kvstores,
