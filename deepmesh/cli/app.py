@@ -13,6 +13,7 @@ from deepmesh.cli.keys import keys
 from deepmesh.cli.model import inspect
 from deepmesh.cli.pause import pause, resume
 from deepmesh.cli.serve import serve
+from deepmesh.cli.simulate import simulate
 from deepmesh.cli.status import status
 from deepmesh.cli.trace import trace
 from deepmesh.cli.up import up
@@ -33,6 +34,7 @@ app.command()(trace)
 app.command()(pause)
 app.command()(resume)
 app.command()(keys)
+app.command()(simulate)
 app.command(
     context_settings=dict[str, bool | list[str]](
         allow_extra_args=True, ignore_unknown_options=True, help_option_names=[]

@@ -77,7 +77,11 @@ def _fault(world: World, kind: FaultKind) -> Callable[[], None]:
         process.skew_ns += jump
 
     def each_store(act: Callable[[int], None]) -> Callable[[], None]:
-        return lambda: [act(at) for at in range(len(world.stores))] and None
+        def act_on_all() -> None:
+            for at in range(len(world.stores)):
+                act(at)
+
+        return act_on_all
 
     def hang_store(at: int) -> None:
         world.stores[at].is_hung = True

@@ -13,7 +13,7 @@ from .measures import Record, measure
 from .requests import SimRequest
 from .shadow import ShadowError
 from .traffic import DEFAULT_COSTS, VOCAB, device_of
-from .world import World
+from .world import DEPTHS, World
 
 AUDIT_EVERY = 256  # looks of the scheduler at its mail; all other checks are always on
 STEP_TOKENS = 2048
@@ -39,6 +39,7 @@ class Outcome:
     figures: dict[str, float]
     record: Record
     digest: str
+    tail_ns: int = 0
     errors: list[str] = field(default_factory=list[str])
     oracle_mismatches: int = 0
     audit_failures: int = 0
@@ -61,7 +62,7 @@ def simulate(
     record = Record()
     record.watch(world)
     _Arrivals(world, record, requests, scenario.steps).next()
-    outcome = Outcome({}, record, "")
+    outcome = Outcome({}, record, "", world.times.tail)
     reported = 0
 
     def look() -> None:
@@ -100,7 +101,7 @@ def build(scenario: Scenario) -> World:
         cpu_rank=20 * US,
     )
     config = SchedulerConfig(
-        depth=scenario.depth,
+        depth=DEPTHS[scenario.depth],
         max_rows=scenario.rows,
         step_tokens=STEP_TOKENS,
         chunk_tokens=STEP_TOKENS,

@@ -11,7 +11,7 @@ from .coverage import STATES
 from .faults import KINDS, STORE_KINDS, FaultKind, schedule_faults
 from .store import OpFaults
 from .workload import mixed
-from .world import World
+from .world import DEPTHS, World
 
 RANKS = (1, 2, 8, 32, 128)
 _WEIGHTS = (50, 25, 17, 6, 2)  # a world of many ranks takes as long as many worlds of one
@@ -44,7 +44,7 @@ def draw_capacity(draw: random.Random, *, ranks: int) -> Capacity:
 def draw_config(draw: random.Random, depth: int) -> SchedulerConfig:
     """Budgets and bounds."""
     return SchedulerConfig(
-        depth=depth,
+        depth=DEPTHS[depth],
         max_rows=draw.randrange(1, 12),
         step_tokens=draw.choice([16, 64, 128]),
         chunk_tokens=draw.choice([16, 32, 64]),

@@ -44,12 +44,11 @@ def read(lines: Iterable[str], *, name: str, seed: int) -> Iterator[SimRequest]:
 
 def _parse(text: str, where: str) -> Line:
     try:
-        line = json.loads(text)
+        found: Line = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not JSON: {error}") from None
-    if not isinstance(line, dict):
+    if not isinstance(found, dict):  # pyright: ignore[reportUnnecessaryIsInstance]: it may be
         raise UserError(f"{where}: not a JSON object")
-    found: Line = line
     for field in REQUIRED:
         if field not in found:
             raise UserError(f"{where}: {field} is missing")

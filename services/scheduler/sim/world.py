@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 from msgspec.structs import replace
 
@@ -53,6 +54,7 @@ from .writer import ExternalWriter
 TICK_NS = 100 * MS
 RESTART_NS = 20 * MS  # of a process by its supervisor
 RECONNECT_NS = 5 * MS  # of a link that broke
+DEPTHS: dict[int, Literal[1, 2, 3]] = {1: 1, 2: 2, 3: 3}  # as the configuration types them
 Peer = SimExecutor | SimTokenizer | SimStore
 
 
