@@ -304,7 +304,7 @@ class Listener(_Endpoint):
         link.peer = Peer(
             hello.service, hello.name, identity.hex(), hello.incarnation, build=hello.build
         )
-        link.last_beat = -math.inf  # who dials in learns our state at once
+        link.last_beat, self._next_tick = -math.inf, 0.0  # who dials in learns our state at once
         self._links[identity] = link
         self._by_name[hello.name] = identity
         link.post(self.me.welcome())
