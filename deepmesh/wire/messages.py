@@ -766,7 +766,11 @@ class Hits(Message, frozen=True):
 
 
 class StoreBlocks(Message, frozen=True):
-    """scheduler -> executor: copy to the kvstore once `after_step` is complete."""
+    """scheduler -> executor: copy to the kvstore once `after_step` is complete, its tail included.
+
+    A step of an older engine epoch counts as complete. Answered by one `OpDone`, unless the epoch
+    ends first: then the executor touches none of the blocks any more, and says nothing.
+    """
 
     op_id: int
     engine_epoch: int
@@ -777,7 +781,10 @@ class StoreBlocks(Message, frozen=True):
 
 
 class LoadBlocks(Message, frozen=True):
-    """scheduler -> executor: fill these blocks from the kvstore once `after_step` is complete."""
+    """scheduler -> executor: fill these blocks from the kvstore once `after_step` is complete.
+
+    As with `StoreBlocks`; before the first step of an epoch there is nothing to wait for.
+    """
 
     op_id: int
     engine_epoch: int

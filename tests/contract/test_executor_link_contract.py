@@ -289,3 +289,22 @@ def test_garbage_changes_nothing(host: Host) -> None:
     request = host.admit(prompt(15), 5)
     host.run(request)
     assert request.output == expected
+
+
+@pytest.mark.parametrize("order", ["StoreBlocks", "LoadBlocks"])
+def test_a_store_or_load_is_answered_once_also_where_no_kvstore_is(host: Host, order: str) -> None:
+    """Until then its blocks are pinned. One of an epoch that is over is not answered."""
+    kind = ENUMS["KvKind"].BLOCK
+    moves = [
+        make("KvMove", hash=os.urandom(16), kind=kind, blocks=[(POOL.GLOBAL, n)]) for n in range(3)
+    ]
+    for op_id, epoch in ((11, host.epoch - 1), (12, host.epoch)):
+        given = {"op_id": op_id, "engine_epoch": epoch, "after_step": 0, "moves": moves}
+        host.executor.send(make(order, **given))
+    done = host.executor.expect("OpDone")
+    assert (done.op_id, done.engine_epoch) == (12, host.epoch)
+    assert done.status != ENUMS["KvStatus"].OK
+    assert done.done == bytes(3)
+    request = host.admit([7] * 5, 2)
+    host.run(request)
+    assert not host.executor.has("OpDone")

@@ -10,6 +10,7 @@ ROW, RESULT = struct.Struct("<QIIIBBBBQIIII"), struct.Struct("<QIIIHBBI")
 SLOT = struct.Struct("<II")
 DUMMY, HOST = 3, 0
 NONE, EOS, LENGTH, NULL = 0, 1, 2, 3
+FAILED = 4
 VOCABULARY, SLOTS, BLOCKS, MAX_LEN = 4096, 16, 256, 2048
 
 
@@ -53,6 +54,16 @@ class Executor:
                     self.node.send(peer, "Capacity", epoch, rank, *sizes)
                 case ["Reset", int() as epoch]:
                     self.epoch, self.slots = epoch, {}
+                case [
+                    "StoreBlocks" | "LoadBlocks",
+                    int() as op,
+                    int() as epoch,
+                    _,
+                    list() as moves,
+                    *_,
+                ]:
+                    if epoch == self.epoch:  # no kvstore here: nothing is moved
+                        self.node.send(peer, "OpDone", op, epoch, FAILED, bytes(len(moves)))
                 case ["SubmitStep", int() as epoch, int(), int(), int(), list(), bytes(), *_]:
                     if epoch == self.epoch:
                         self.step(peer, message[1:])
