@@ -28,7 +28,7 @@ MUTANTS = [
     Mutant(
         "publish-at-H",
         CORE + "results.py",
-        "if alive and reached == capture.position <= self._table.confirmed[index]:",
+        "if alive and reached == position <= confirmed:",
         "if alive:",
         "tests/core/test_speculation.py tests/core/test_endings.py",
     ),
@@ -78,9 +78,9 @@ MUTANTS = [
     Mutant(
         "rederive-row-kind",
         CORE + "results.py",
-        "fast = alive & ~rows.is_prefill & (answers.counts == 1)",
-        "fast = alive & (table.phase[index] == Phase.DECODE) & (answers.counts == 1)",
-        "tests/core/test_endings.py tests/core/test_prefix_cache.py",
+        "unlike = ~rows.is_prefill & (gained != counts) & ~failed",
+        "unlike = (self._table.phase[rows.index] == Phase.DECODE) & (gained != counts) & ~failed",
+        "tests/core/test_steps.py",
     ),
     Mutant(
         "rewrite-staging-early",

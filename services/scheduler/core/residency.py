@@ -168,14 +168,17 @@ class Residency:
         table, size = self.table, self.geometry.block_size
         first = (table.confirmed_kv[indices] - self.geometry.window) // size
         stale = first > table.window_start[indices]
+        rows, ends = indices[stale], first[stale]
+        starts = table.window_start[rows]
+        table.window_start[rows] = ends
+        columns: list[list[int]] = [rows.tolist(), starts.tolist(), ends.tolist()]
+        columns += [table.window_blocks[rows, starts].tolist(), table.producer[rows].tolist()]
         index: int
-        keep: int
-        for index, keep in zip(indices[stale].tolist(), first[stale].tolist(), strict=True):
-            start = int(table.window_start[index])
-            blocks = table.window_blocks[index, start:keep].tolist()
-            memory = self.memories[index // self.slots]
-            self._release(memory, Pool.WINDOW, blocks, int(table.producer[index]))
-            table.window_start[index] = keep
+        for index, start, end, block, fence in zip(*columns, strict=True):
+            blocks = [block]  # nearly always one
+            if end - start > 1:
+                blocks = table.window_blocks[index, start:end].tolist()
+            self._release(self.memories[index // self.slots], Pool.WINDOW, blocks, fence)
 
     def keep_point(self, request: Request, position: int, state_block: int, fence: int) -> None:
         """Publish the resumable point that a step left at C, and end the lease on its state."""

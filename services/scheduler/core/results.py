@@ -287,22 +287,31 @@ class Results:
 
     def _keep_points(self, step: StepRecord, answers: Answers) -> None:
         """Publish the points that the step reached exactly; the rest of their leases end."""
-        if not step.captures:
-            return
-        for place, result in enumerate(answers.results):
-            first = int(answers.starts[place]) - step.bounds[result.rank]
+        captures: list[Capture] = []
+        ranks: list[int] = []
+        rows: list[int] = []  # of the answers
+        for place, result in enumerate(answers.results if step.captures else []):
+            shift = int(answers.starts[place]) - step.bounds[result.rank]
             for capture in step.captures.pop(result.rank, []):
-                row = first + capture.row
-                reached = int(answers.found["kv_len"][row])
-                self._keep_point(step, result.rank, capture, reached)
-
-    def _keep_point(self, step: StepRecord, rank: int, capture: Capture, reached: int) -> None:
-        index = int(step.rows.index[capture.row])
-        alive = self._table.gen[index] == step.rows.gen[capture.row]
-        if alive:
-            self._residency.reached(self._table.request_at(index), capture.position)
-        if alive and reached == capture.position <= self._table.confirmed[index]:
-            request = self._table.request_at(index)
-            self._residency.keep_point(request, capture.position, capture.state_block, step.step_id)
-        else:
-            self._residency.release_capture(rank, capture.state_block, step.step_id)
+                captures.append(capture)
+                ranks.append(result.rank)
+                rows.append(capture.row + shift)
+        if not captures:
+            return
+        table, residency, index = self._table, self._residency, answers.rows.index[rows]
+        columns = (
+            index.tolist(),
+            (table.gen[index] == answers.rows.gen[rows]).tolist(),
+            answers.found["kv_len"][rows].tolist(),
+            table.confirmed[index].tolist(),
+        )
+        for rank, capture, at, alive, reached, confirmed in zip(
+            ranks, captures, *columns, strict=True
+        ):
+            position, block = capture.position, capture.state_block
+            if alive:
+                residency.reached(table.request_at(at), position)
+            if alive and reached == position <= confirmed:
+                residency.keep_point(table.request_at(at), position, block, step.step_id)
+            else:
+                residency.release_capture(rank, block, step.step_id)
