@@ -3,6 +3,8 @@
 import json
 import random
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +12,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from deepmesh.run_dir import tail
 from deepmesh.supervisor import Mesh
 from deepmesh.wire import messages as m
 from deepmesh.wire.packed import pack_ids
@@ -48,7 +51,9 @@ backoff_s = 0.1
 """
 
 
-def start(folder: Path, *, ranks: int = 1, replicas: int = 1, stores: int = 1) -> Mesh:
+@contextmanager
+def start(folder: Path, *, ranks: int = 1, replicas: int = 1, stores: int = 1) -> Iterator[Mesh]:
+    """A mesh; the ends of its logs are shown with a failure."""
     path = folder / "mesh.toml"
     text = CONFIG.format(
         run_dir=folder / "run",
@@ -59,7 +64,13 @@ def start(folder: Path, *, ranks: int = 1, replicas: int = 1, stores: int = 1) -
         stores=stores,
     )
     path.write_text(text)
-    return Mesh(path)
+    with Mesh(path) as mesh:
+        try:
+            yield mesh
+        except BaseException as error:
+            for log in sorted((folder / "run" / "logs").glob("*-0*.log")):
+                error.add_note(f"{log.name}:\n  " + "\n  ".join(tail(log, 12)))
+            raise
 
 
 def mixed(marker: int) -> list[m.Generate]:
