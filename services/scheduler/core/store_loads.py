@@ -23,8 +23,11 @@ class LoadPlan:
     shared: list[int]
 
 
+SLOWER = 4  # a load takes nothing from others, so it may take so many times as long as computing
+
+
 class LoadCosts:
-    """Whether loading beats computing: what a load took so far, against the profiled prefill."""
+    """Whether loading beats computing: what loads took so far, against the profiled prefill."""
 
     def __init__(self, prefill_token_ns: int) -> None:
         self._prefill_token_ns = prefill_token_ns  # 0: not known
@@ -36,13 +39,14 @@ class LoadCosts:
         What is not known counts for the load. Each refusal makes loads look better, so that a
         store that has been slow is tried again.
         """
-        if not self._prefill_token_ns or moves * self._move_ns <= tokens * self._prefill_token_ns:
+        most_ns = SLOWER * tokens * self._prefill_token_ns
+        if not self._prefill_token_ns or moves * self._move_ns <= most_ns:
             return True
         self._move_ns *= 0.9
         return False
 
     def observe(self, took_ns: int, moves: int) -> None:
-        """A load has ended."""
+        """A load has brought everything."""
         each = took_ns / max(1, moves)
         self._move_ns = each if not self._move_ns else 0.75 * self._move_ns + 0.25 * each
 
@@ -94,7 +98,7 @@ class StoreLoads:
 
     def plan(self, request: Request, rank: int, hit: Hit, limit: int) -> LoadPlan | None:
         """A load that is worth it on this rank: at least one grid chunk deeper than the local
-        hit, and no slower than computing that."""
+        hit, and not much slower than computing that."""
         found, size = request.found, self._geometry.block_size
         if found is None or found.epoch != request.epoch or not found.point_blocks:
             return None
@@ -160,8 +164,8 @@ class StoreLoads:
     def done(self, load: LoadOp, message: OpDone, now: int) -> None:
         """A load has ended: the request goes on behind it, or computes what is missing."""
         is_complete = message.status == KvStatus.OK and _all_done(load, message)
-        self._costs.observe(now - load.began_ns, len(load.moves))
         if is_complete:
+            self._costs.observe(now - load.began_ns, len(load.moves))
             self._stores.learn(load.store, _keys(load))
         else:
             self._stores.forget(load.store, _keys(load))
