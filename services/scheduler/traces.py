@@ -69,6 +69,8 @@ class Traces:
                 "kind": step.kind.name,
                 "rows": step.num_rows,
                 "tokens": step.num_tokens,
+                "first_result_ms": max(0, step.ready_ns - step.planned_ns) / 1e6,
+                "last_rank": step.last_rank,
             }
             stamps = (step.planned_ns, step.applied_ns)
             self._tracer.emit(own, SPAN_STEP, "", stamps, attributes, error=step.error)

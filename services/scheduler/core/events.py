@@ -186,6 +186,8 @@ class StepEnded:
     end_ns: int = 0
     error: str = ""
     step_id: int = 0
+    ready_ns: int = 0  # first rank's result
+    last_rank: int = -1  # whose result came last
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,6 +217,8 @@ class Session:
                 end_ns=step.end_ns,
                 error=error,
                 step_id=step.step_id,
+                ready_ns=step.ready_ns,
+                last_rank=step.last_rank,
             )
         )
 
