@@ -4,22 +4,30 @@
 writer fill whatever became free.
 """
 
+from collections import Counter
+from typing import ClassVar
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from msgspec.structs import replace
 
-from deepmesh.wire.messages import Pause, Resume, StepStatus
+from deepmesh.wire.messages import Abort, Pause, Resume, StepStatus
+from services.scheduler.core.audit import audit
+from services.scheduler.sim.coverage import state_of
 from services.scheduler.sim.requests import SimRequest
 from tests.core.driver import CONFIG, EXECUTOR, TOKENIZER, Driver, words
 
 PREFIX = words(64, seed=7)
+# States that pass quickly come first when one of the requests is to be aborted.
+RARE = ("preempt pending", "preempted", "waiting for a prefix", "parked", "without an engine")
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     """One core on a small device; at the end everything is allowed to finish."""
 
     driver: Driver
+    reached: ClassVar[Counter[tuple[int, str]]] = Counter()  # of all cases so far, by depth
 
     @initialize(
         depth=st.sampled_from([1, 2, 3]),
@@ -31,6 +39,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         step_tokens=st.sampled_from([16, 32, 64]),
         draft_len=st.sampled_from([0, 0, 3]),
         one_class=st.booleans(),
+        max_unacked=st.sampled_from([6, 2048, 2048]),
+        crowd=st.lists(
+            st.tuples(st.sampled_from([0, 0, 17, 40]), st.integers(1, 14), st.integers(6, 20)),
+            max_size=4,
+        ),
     )
     def start(
         self,
@@ -43,6 +56,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         step_tokens: int,
         draft_len: int,
         one_class: bool,
+        max_unacked: int,
+        crowd: list[tuple[int, int, int]],
     ) -> None:
         config = replace(
             CONFIG,
@@ -53,6 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.driver = Driver(
             config,
+            max_unacked=max_unacked,
             num_global_blocks=blocks,
             num_window_blocks=windows,
             num_state_blocks=states,
@@ -61,9 +77,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             one_kernel_class=one_class,
             max_model_len=80,
         )
+        self.depth = depth
         self.waited_s = 0
         self.is_paused = False
-        self.masks = 0
+        self.attaches = 0
+        for shared, own, max_tokens in crowd:
+            prompt = PREFIX[:shared] + words(own, seed=own)
+            self.driver.ask(prompt, min(max_tokens, 79 - len(prompt)))
 
     # ------------------------------------------------------------ tokenizer
 
@@ -91,11 +111,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         requests = list(self.driver.requests.values())
         return data.draw(st.sampled_from(requests)) if requests else None
 
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        request = self.pick(data)
-        if request is not None and not self.driver.lost:
-            self.driver.abort(request)
+    @rule(rare=st.booleans(), at=st.integers(0, 11))
+    def abort(self, rare: bool, at: int) -> None:
+        """One of the requests, in whatever state; or one that is in a rare state."""
+        driver = self.driver
+        states = [(state_of(driver.core, r.rid), r) for r in driver.requests.values()]
+        if rare:
+            states = [pair for name in RARE for pair in states if pair[0] == name][:1]
+        if not states:
+            return
+        state, request = states[at % len(states)]
+        self.reached[self.depth, f"abort: {state}"] += 1
+        if driver.lost:  # another tokenizer says so, which knows of no attempt
+            driver.mail(Abort(request.rid), "tokenizer-1")
+        else:
+            driver.abort(request)
 
     @rule(data=st.data(), keep=st.integers(1, 20))
     def stop_at(self, data: st.DataObject, keep: int) -> None:
@@ -112,6 +142,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.driver.ack(request)
             if not request.terminals:
                 self.driver.attach(request, max(0, len(request.output) - 2))
+                self.attaches += 1
 
     @rule(data=st.data())
     def send_again(self, data: st.DataObject) -> None:
@@ -185,9 +216,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.driver.lost:
             self.driver.regain_tokenizer()
         self.driver.mail(Resume(), "operator")
-        self.driver.run()
+        self._let_all_end()
+        audit(self.driver.core)
         self.driver.assert_clean()
+        self._count()
+
+    def _let_all_end(self) -> None:
+        """Clients take everything. What runs out here is checked by oracle and shadow KV; after
+        every event the invariants were checked before, and they are once more at the end."""
+        self.driver.audits = False
+        for _ in range(40):
+            self.driver.run()
+            waiting = [r for r in self.driver.requests.values() if not r.terminals]
+            if not waiting:
+                return
+            for request in waiting:
+                self.driver.ack(request)
+
+    def _count(self) -> None:
+        driver, counts = self.driver, Counter[str](cases=1)
+        counts["preemptions"] = driver.core.stats().preemptions
+        counts["external writes behind a fence"] = driver.writer.fenced_hits
+        counts["rejected drafts"] = driver.device.rejected_drafts
+        counts["attaches"] = self.attaches
+        self.reached.update({(self.depth, name): count for name, count in counts.items()})
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
+TestScheduler.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

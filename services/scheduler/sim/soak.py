@@ -15,14 +15,17 @@ from .world import DEPTHS, World
 
 RANKS = (1, 2, 8, 32, 128)
 _WEIGHTS = (50, 25, 17, 6, 2)  # a world of many ranks takes as long as many worlds of one
+_RARE = ("preempt pending", "preempted", "loading", "parked", "orphaned", "without an engine")
+_RARE += ("waiting for a prefix", "waiting for a kvstore")
+_HUNTED = (*STATES, *_RARE, *_RARE)  # states that pass quickly are aimed at more often
 AUDIT_EVERY = {1: 1, 2: 1, 8: 4, 32: 16, 128: 64}
 
 
-def draw_capacity(draw: random.Random, *, ranks: int) -> Capacity:
+def draw_capacity(draw: random.Random, *, ranks: int, is_crowd: bool = False) -> Capacity:
     """A small device: everything runs short now and then. The more ranks, the smaller."""
     window, block_size = draw.choice([8, 16, 24, 40]), draw.choice([4, 8, 16])
     align = block_size * draw.choice([1, 2, 4])
-    tokens = draw.randrange(144, 480) if ranks <= 2 else draw.randrange(120, 200)
+    tokens = draw.randrange(144, 480) if ranks <= 2 and not is_crowd else draw.randrange(120, 180)
     least_windows = (window + align + 8) // block_size + 4
     return Capacity(
         engine_epoch=0,
@@ -30,8 +33,8 @@ def draw_capacity(draw: random.Random, *, ranks: int) -> Capacity:
         num_global_blocks=tokens // block_size,
         num_window_blocks=draw.randrange(least_windows, least_windows + 26),
         num_state_blocks=draw.randrange(1, 12),
-        num_slots=draw.randrange(1, 12) if ranks <= 2 else draw.randrange(2, 5),
-        max_model_len=draw.choice([150, 300, 512]) if ranks <= 2 else 100,
+        num_slots=6 if is_crowd else draw.randrange(1, 12) if ranks <= 2 else draw.randrange(2, 5),
+        max_model_len=100 if is_crowd or ranks > 2 else draw.choice([150, 300, 512]),
         vocab_size=97,
         window=window,
         block_size=block_size,
@@ -41,11 +44,11 @@ def draw_capacity(draw: random.Random, *, ranks: int) -> Capacity:
     )
 
 
-def draw_config(draw: random.Random, depth: int) -> SchedulerConfig:
+def draw_config(draw: random.Random, depth: int, *, is_crowd: bool) -> SchedulerConfig:
     """Budgets and bounds."""
     return SchedulerConfig(
         depth=DEPTHS[depth],
-        max_rows=draw.randrange(1, 12),
+        max_rows=draw.randrange(5 if is_crowd else 1, 12),
         step_tokens=draw.choice([16, 64, 128]),
         chunk_tokens=draw.choice([16, 32, 64]),
         prefix_cache=draw.random() < 0.8,
@@ -76,10 +79,11 @@ def draw_world(
     draw = random.Random(seed)
     drawn_ranks, drawn_depth = draw.choices(RANKS, _WEIGHTS)[0], draw.choice((1, 2, 3))
     ranks, depth = ranks or drawn_ranks, depth or drawn_depth
-    capacity = draw_capacity(draw, ranks=ranks)
+    is_crowd = draw.random() < 0.5
+    capacity = draw_capacity(draw, ranks=ranks, is_crowd=is_crowd)
     kvstores, op_faults = draw_stores(random.Random(~seed))
     world = World(
-        draw_config(draw, depth),
+        draw_config(draw, depth, is_crowd=is_crowd),
         capacity,
         seed=seed,
         ranks=ranks,
@@ -95,6 +99,8 @@ def draw_world(
         op_faults=op_faults,
     )
     count = draw.randrange(4, 20) if ranks <= 2 else ranks + draw.randrange(8, 16 + ranks // 2)
+    if is_crowd:
+        count = 10 * ranks if ranks <= 2 else 5 * ranks
     workload = mixed(
         seed,
         count,
@@ -102,12 +108,13 @@ def draw_world(
         span_ns=(50 if ranks <= 2 else 20) * MS,
         abort_share=draw.choice([0.0, 0.2, 0.5]),
         most_output=80 if ranks <= 2 else 30,
+        is_crowd=is_crowd,
     )
     hunted = draw.choice([0.0, 0.3, 0.6])
     for request in workload:
         world.submit(request, draw.randrange(len(world.tokenizers)))
         if draw.random() < hunted:
-            world.hunter.want(request, draw.choice(STATES))
+            world.hunter.want(request, draw.choice(_HUNTED))
     for peer in (*world.executors, *world.tokenizers):
         peer.link.duplicates = draw.choice([0.0, 0.1])
     schedule_faults(world, faults, span_ns=150 * MS, kinds=kinds)

@@ -69,9 +69,10 @@ class SimTokenizer:
         return request.rid in self._mine
 
     def abort_now(self, request: SimRequest) -> None:
-        """Its client goes in this very moment: nothing happens before the scheduler hears of it."""
+        """Its client goes in this very moment: nothing happens before the scheduler hears of it.
+        Without a link the scheduler hears of it from another tokenizer, which knows no attempt."""
         request.is_aborted = True
-        self._to_core(self.name, Abort(request.rid, request.attempt))
+        self._to_core(self.name, Abort(request.rid, request.attempt if self.link.is_up else 0))
 
     def link_up(self) -> None:
         """Ask for everything that has not ended."""
