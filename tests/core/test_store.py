@@ -526,6 +526,24 @@ def test_a_draining_scheduler_lets_a_loading_request_end() -> None:
     driver.assert_clean()
 
 
+def test_a_drained_scheduler_waits_for_its_stores_but_not_for_ever() -> None:
+    for ends in (True, False):
+        driver = StoreDriver(auto=False)
+        driver.ask(PROMPT, max_tokens=1)
+        driver.tick()
+        driver.answer()
+        driver.mail(Drain(30.0))
+        driver.run()
+        assert driver.stores
+        assert not driver.core.drained
+        if ends:
+            driver.end(driver.stores[0])
+            driver.tick()
+        else:
+            driver.tick(seconds=2.1)
+        assert driver.core.drained
+
+
 def test_a_shutdown_fails_a_loading_request() -> None:
     driver, load = loading()
     (request,) = driver.requests.values()

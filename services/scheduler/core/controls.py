@@ -5,7 +5,7 @@ from deepmesh.wire.messages import GroupFlag
 from .group import Group
 from .registry import Registry
 
-DRAIN_WAIT_NS = 2_000_000_000  # executors that do not run the last step are not waited for
+DRAIN_WAIT_NS = 2_000_000_000  # who does not run the last step, or store, is not waited for
 
 
 class Controls:
@@ -74,10 +74,12 @@ class Controls:
         self._is_held |= bool(flags & GroupFlag.PAUSE)
         self._has_drained |= bool(flags & GroupFlag.DRAIN)
 
-    def has_drained(self, now: int) -> bool:
-        """All ranks have run the step with DRAIN, or there is nobody to wait for."""
+    def has_drained(self, now: int, *, is_storing: bool = False) -> bool:
+        """All ranks have run the step with DRAIN, and what was published is in its kvstore; or
+        there is nobody to wait for."""
         if not self._drain_ns:
             return False
-        if not self._group.ready or (self._has_drained and not self._group.unresolved):
+        is_idle = self._has_drained and not self._group.unresolved and not is_storing
+        if not self._group.ready or is_idle:
             return True
         return now - self._drain_ns >= DRAIN_WAIT_NS

@@ -123,9 +123,11 @@ class Scheduler:
                 self._timers(now)
                 self._expire_transfers(now)
                 self._plan(now)
-                self.drained = self._controls.has_drained(now)
                 if self.engine is not None:
                     self.engine.transfers.flush(now)
+                if self.intake.draining:
+                    is_storing = self.engine is not None and self.engine.transfers.is_storing
+                    self.drained = self._controls.has_drained(now, is_storing=is_storing)
             case Mail(peer, message):
                 self._mail(peer, message, now)
             case StepResults(results):

@@ -57,6 +57,12 @@ class Transfers:
             case _:
                 raise AssertionError(f"op {op.op_id} is neither a load nor a store")
 
+    @property
+    def is_storing(self) -> bool:
+        """Something that was published is on its way to a kvstore, and may yet arrive."""
+        flying = (isinstance(op, StoreOp) and not op.is_overdue for op in self._ops)
+        return self.writes.num_waiting > 0 or any(flying)
+
     def expire(self, now: int) -> None:
         """Ops over their deadline: requests stop waiting, blocks do not."""
         for op in self._ops.expire(now):
