@@ -1,8 +1,10 @@
 """`python -m tests.mutants [NAME …]`: every bug put back must be caught by its tests.
 
+The last line of stdout is one JSON object.
 Each mutant runs in a copy of the sources. One that survives is a missing test: exit status 1.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -65,6 +67,7 @@ def main(names: list[str]) -> int:
         sys.exit(f"no such mutant: {', '.join(sorted(unknown))}")
     chosen = [mutant for mutant in MUTANTS if not names or mutant.name in names]
     survivors: list[str] = []
+    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="deepmesh-mutants-") as name:
         copy_sources(Path(name))
         for mutant in chosen:
@@ -74,7 +77,13 @@ def main(names: list[str]) -> int:
                 survivors.append(mutant.name)
             verdict = "killed" if killed else "SURVIVES"
             print(f"{mutant.name:32} {verdict:9} {time.monotonic() - start:5.1f} s", flush=True)
-    print(f"{len(chosen) - len(survivors)} of {len(chosen)} killed")
+    found = {
+        "mutants": len(chosen),
+        "killed": len(chosen) - len(survivors),
+        "survived": survivors,
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    print(json.dumps(found))
     return 1 if survivors else 0
 
 
