@@ -159,6 +159,11 @@ class Group:
         """All ranks are linked and loaded."""
         return len(self.loaded) == self.ranks
 
+    @property
+    def last_step_id(self) -> int:
+        """The highest step that any rank of this epoch can know of."""
+        return make_step_id(self.engine_epoch, self.group_step)
+
     def next_step_id(self) -> int:
         """Number the next group step."""
         self.group_step += 1

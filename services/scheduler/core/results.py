@@ -105,7 +105,8 @@ class Results:
     # ------------------------------------------------------------ rows
 
     def _check(self, answers: Answers, alive: NDArray[np.bool_]) -> None:
-        """A decode row gains a position per token; a chunk brings a token at its end only."""
+        """A decode row gains a position per token; a chunk brings its token at its end only, and
+        is whole unless it is a null row."""
         rows, counts, tokens = answers.rows, answers.counts, answers.tokens
         reasons = answers.found["done_reason"]
         gained = answers.found["kv_len"].astype(np.int64) - self._table.confirmed_kv[rows.index]
@@ -113,6 +114,11 @@ class Results:
         failed = (reasons == DoneReason.ERROR) | (reasons == DoneReason.GRAMMAR_ERROR)
         unlike = ~rows.is_prefill & (gained != counts) & ~failed
         wrong = alive & ((gained < 0) | (gained > rows.q) | (counts > most) | unlike)
+        if rows.is_prefill.any():
+            whole = (gained == rows.q) & (counts == rows.sampled)
+            null = (reasons == DoneReason.NULL) & (counts == 0) & (gained <= rows.q - rows.sampled)
+            ends = failed | (reasons == DoneReason.GRAMMAR)
+            wrong |= alive & rows.is_prefill & ~(whole | null | ends)
         if wrong.any():
             row = int(wrong.argmax())
             raise answers.fault(
@@ -136,7 +142,11 @@ class Results:
         table.inflight_min[index] -= live.least
         table.inflight_rows[index] -= 1
         table.inflight_tokens[index] -= live.sampled
-        table.confirmed_kv[index] = found["kv_len"] if all_alive else found["kv_len"][alive]
+        reached = found["kv_len"] if all_alive else found["kv_len"][alive]
+        if live.is_prefill.any():  # what is in flight behind a short chunk begins beyond its end
+            is_short = live.is_prefill & (reached < table.confirmed_kv[index] + live.least)
+            table.leaving[index[is_short & (table.inflight_rows[index] > 0)]] = True
+        table.confirmed_kv[index] = reached
         for row in np.flatnonzero(~alive).tolist():
             self._residency.settle_zombie(int(rows.rid[row]), int(rows.epoch[row]))
         again = index[

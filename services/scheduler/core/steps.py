@@ -10,6 +10,7 @@ from .session import Session
 
 HANG_NS = 60_000_000_000  # without a result; more where steps have been slow so far
 HANG_STEPS = 20
+_AHEAD = "GPU_DONE of step {}, which was not submitted"
 
 
 class Steps:
@@ -37,7 +38,7 @@ class Steps:
             step = self._step_of(result, taken.get(result.rank, 0))
             if step is None:
                 continue  # a duplicate
-            error = _error_of(step, result)
+            error = _error_of(step, result, group.last_step_id)
             if error is None:
                 due.setdefault(step.step_id, []).append(result)
                 taken[result.rank] = step.step_id
@@ -57,10 +58,17 @@ class Steps:
 
     def gpu_done(self, message: GpuDone, now: int) -> None:
         """The watermark alone."""
-        if message.engine_epoch == self._group.engine_epoch:
-            self._advance(message.rank, message.gpu_done)
-            self._progress_ns = now
-            self._group.retire(now)
+        group, rank = self._group, message.rank
+        if message.engine_epoch != group.engine_epoch or not 0 <= rank < group.ranks:
+            return
+        if message.gpu_done > group.last_step_id:
+            if self._session.engine is not None:
+                reason = f"rank {rank}: {_AHEAD.format(message.gpu_done)}"
+                self._session.restart(now, reason, faulty=None)
+            return
+        self._advance(rank, message.gpu_done)
+        self._progress_ns = now
+        group.retire(now)
 
     def watch(self, now: int) -> None:
         """Ranks that owe a result, or the end of a tail, for too long are taken for dead."""
@@ -124,8 +132,10 @@ class Steps:
             engine.memories[rank].advance(gpu_done)
 
 
-def _error_of(step: StepRecord, result: StepResult) -> ProtocolError | None:
+def _error_of(step: StepRecord, result: StepResult, last_step_id: int) -> ProtocolError | None:
     """What is wrong with a result before its rows are looked at."""
+    if result.gpu_done > last_step_id:
+        return ProtocolError(result.rank, _AHEAD.format(result.gpu_done))
     if result.step_id != step.step_id:
         text = f"result of step {result.step_id} before {step.step_id}"
         return ProtocolError(result.rank, text)
