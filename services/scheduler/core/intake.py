@@ -207,7 +207,8 @@ class Intake:
     def _end_if_complete(self, request: Request, now: int) -> None:
         """A continuation may bring all the tokens there will be."""
         output = len(request.ids) - request.prompt_len
-        if output > 0 and int(request.ids[-1]) in request.stop_ids:
+        may_stop = output > request.generate.min_tokens
+        if may_stop and int(request.ids[-1]) in request.stop_ids:
             self._registry.finish(request, FinishReason.STOP, now)
         elif len(request.ids) >= request.max_len:
             self._registry.finish(
@@ -269,6 +270,7 @@ class Intake:
         self._check_lengths(message.prompt_len, message.max_tokens, geometry)
         request.root = root_hash(message.salt, self.fingerprint)
         request.chain = []
+        request.awaited = b""  # until a step of the engine that is gone
 
     def _check_lengths(self, prompt_len: int, max_tokens: int, geometry: Geometry) -> None:
         limit = geometry.max_model_len

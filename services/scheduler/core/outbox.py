@@ -1,5 +1,7 @@
 """What goes to the tokenizers: tokens by absolute position, one terminal message per request."""
 
+from itertools import pairwise
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -70,29 +72,28 @@ class Outbox:
         from_pos: int,
         now: int,
     ) -> None:
-        """Send the confirmed output tokens from `from_pos` on again, logprobs included."""
+        """Send the confirmed output tokens from `from_pos` on again, with all logprobs known."""
         output = ids[request.prompt_len + from_pos :]
         if len(output) == 0:
             return
-        row = TokenRow(
-            rid=request.generate.rid,
-            pos=from_pos,
-            ids=output.astype("<i4").tobytes(),
-            cached_tokens=max(0, request.cached_tokens) if from_pos == 0 else 0,
-        )
-        skip = from_pos - request.logprobs_from
-        if request.logprobs and skip >= 0:
-            wide = 4 * max(0, request.generate.n_logprobs)
-            row = TokenRow(
-                rid=row.rid,
-                pos=row.pos,
-                ids=row.ids,
-                logprobs=bytes(request.logprobs[4 * skip :]),
-                top_ids=bytes(request.top_ids[wide * skip :]),
-                top_logprobs=bytes(request.top_logprobs[wide * skip :]),
-                cached_tokens=row.cached_tokens,
+        end = from_pos + len(output)
+        edges = [from_pos, end]
+        if request.logprobs and from_pos < request.logprobs_from < end:
+            edges.insert(1, request.logprobs_from)  # a predecessor sampled what lies below
+        data, rows = output.astype("<i4").tobytes(), list[TokenRow]()
+        for start, stop in pairwise(edges):
+            at = slice(start - request.logprobs_from, stop - request.logprobs_from)
+            probs = _logprobs(request, at) if at.start >= 0 else (b"", b"", b"")
+            rows.append(
+                TokenRow(
+                    request.generate.rid,
+                    start,
+                    data[4 * (start - from_pos) : 4 * (stop - from_pos)],
+                    *probs,
+                    cached_tokens=max(0, request.cached_tokens) if start == 0 else 0,
+                )
             )
-        self.send(request.reply_to, TokenBatch(0, now, [row]))
+        self.send(request.reply_to, TokenBatch(0, now, rows))
 
     def ended(self, request: Request, terminal: Terminal, now: int) -> None:
         """The terminal message and what trace and log need of the request."""
@@ -139,6 +140,17 @@ class Outbox:
         """All actions since the last call."""
         actions, self.actions = self.actions, []
         return actions
+
+
+def _logprobs(request: Request, at: slice) -> tuple[bytes, bytes, bytes]:
+    """Logprobs, best ids and their logprobs of the tokens `at`, counted from the first known."""
+    wide = 4 * max(0, request.generate.n_logprobs)
+    tops = slice(wide * at.start, wide * at.stop)
+    return (
+        bytes(request.logprobs[4 * at.start : 4 * at.stop]),
+        bytes(request.top_ids[tops]),
+        bytes(request.top_logprobs[tops]),
+    )
 
 
 def finished(request: Request, reason: FinishReason, final_pos: int) -> Finished:
