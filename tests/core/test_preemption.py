@@ -33,6 +33,20 @@ def test_the_newest_gives_way_and_the_oldest_never_does() -> None:
     driver.assert_clean()
 
 
+def test_no_more_victims_than_it_takes_counting_what_they_would_have_wanted_themselves() -> None:
+    driver = Driver(SMALL, num_global_blocks=9)
+    for _ in range(4):
+        driver.ask(9, max_tokens=40)  # each has 2 blocks, and wants another one at the same time
+    assert driver.core.engine is not None
+    leaving = driver.core.engine.residency.table.leaving
+    while not leaving.any():
+        driver.step()
+        driver.tick()
+    assert leaving.sum() == 1  # 4 wanted, 1 free; without it 3 wanted, and 2 more free
+    driver.run()
+    driver.assert_clean()
+
+
 def test_a_lower_priority_gives_way_first_even_if_it_is_older() -> None:
     driver = Driver(SMALL, num_global_blocks=22)
     low = driver.ask(16, max_tokens=60, priority=-1)

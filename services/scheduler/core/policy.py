@@ -84,10 +84,15 @@ def least_alone(geometry: Geometry, max_len: int) -> tuple[int, int, int]:
 
 
 def choose_victims(
-    candidates: Sequence[Request], gains: Sequence[int], inflight: NDArray[np.int64], need: int
+    candidates: Sequence[Request],
+    gains: Sequence[int],
+    wants: Sequence[int],
+    inflight: NDArray[np.int64],
+    need: int,
 ) -> list[Request]:
-    """As few requests as give `need` blocks: least important and newest first, settled ones first
-    among equals; those in `candidates` may all be preempted."""
+    """As few requests as cover `need` blocks: least important and newest first, settled ones first
+    among equals; those in `candidates` may all be preempted. One that leaves gives `gains` back,
+    and what it `wants`, as a part of `need`, nobody has to find any more."""
     order = sorted(
         range(len(candidates)),
         key=lambda i: (candidates[i].order, -int(inflight[i])),
@@ -99,5 +104,5 @@ def choose_victims(
             break
         if gains[i] > 0:
             victims.append(candidates[i])
-            need -= gains[i]
+            need -= gains[i] + wants[i]
     return victims

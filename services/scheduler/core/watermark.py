@@ -38,15 +38,17 @@ class Watermark:
         if len(running) < 2:
             return
         for pool, needs in self.growth(running).items():
-            by_rank = np.bincount(
-                running // self._residency.slots, weights=needs, minlength=self._ranks
-            )
+            # who gave way for another pool wants nothing of this one any more
+            stays = (table.phase[running] != Phase.NONE) & ~table.leaving[running]
+            wants = np.zeros_like(table.num_global)
+            wants[running] = needs * stays
+            by_rank = wants.reshape(self._ranks, -1).sum(axis=1)
             for rank in np.flatnonzero(by_rank).tolist():
                 blocks = self._residency.memories[rank].pools[pool]
                 if by_rank[rank] > blocks.num_available:
                     returning = self._residency.ops.num_returning(rank, pool)
                     short = int(by_rank[rank]) - blocks.num_available - returning
-                    self._pick_victims(rank, pool, short)
+                    self._pick_victims(rank, pool, short, wants)
 
     def _may_be_short(self, running: NDArray[np.intp]) -> NDArray[np.bool_]:
         """Rows on ranks that lack blocks if each row takes as many as any row can."""
@@ -100,8 +102,9 @@ class Watermark:
             Pool.WINDOW: np.maximum(0, windows - table.window_end[running]),
         }
 
-    def _pick_victims(self, rank: int, pool: Pool, short: int) -> None:
-        """Mark victims; those with nothing in flight go at once. Blocks on the way are counted."""
+    def _pick_victims(self, rank: int, pool: Pool, short: int, wants: NDArray[np.int64]) -> None:
+        """Mark victims; those with nothing in flight go at once. Blocks on the way are counted,
+        and so is what a victim `wants` (by its slot) and will not take."""
         table, slots = self._table, self._residency.slots
         here = rank * slots + np.flatnonzero(table.phase[rank * slots : (rank + 1) * slots])
         gone = table.leaving[here] | table.retiring(here)
@@ -117,7 +120,8 @@ class Watermark:
         ]
         gains = [self._gain(r, pool) for r in candidates]
         inflight = np.array([table.inflight_rows[r.slot] for r in candidates], np.int64)
-        for victim in choose_victims(candidates, gains, inflight, short):
+        spared: list[int] = wants[[r.slot for r in candidates]].tolist()
+        for victim in choose_victims(candidates, gains, spared, inflight, short):
             if table.inflight_rows[victim.slot] == 0:
                 self.preempt(victim)
             else:
