@@ -144,7 +144,7 @@ class SchedulerService:
 
     def _announce(self) -> None:
         """Whether it takes and runs requests is news that cannot wait for the next heartbeat."""
-        state = (self.core.group.ready, self.core.intake.draining, self.core.is_paused)
+        state = (self.core.engine is not None, self.core.intake.draining, self.core.is_paused)
         if state != self._announced:
             self._announced = state
             self.listener.announce()

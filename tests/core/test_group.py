@@ -14,6 +14,7 @@ from services.scheduler.core.alignment import (
 )
 from services.scheduler.core.group import decide
 from tests.core.driver import CONFIG, Driver
+from tests.core.ranks import ROOMY, Ranks
 
 MIXED, DECODE, PREFILL = StepKind.MIXED, StepKind.DECODE, StepKind.PREFILL
 POLICY = KindPolicy(hold_steps=2, decode_itl_ns=50e6)
@@ -147,3 +148,10 @@ def test_the_descriptor_has_the_widest_rank() -> None:
     assert descriptor.kind == MIXED
     assert (descriptor.padded_tokens, descriptor.padded_rows) == (68, 5)
     assert decide([0, 0], [0, 0], [0, 0]).padded_rows == 1
+
+
+def test_ranks_that_disagree_are_no_replica_that_is_ready() -> None:
+    odd = Ranks([ROOMY, replace(ROOMY, fingerprint="other weights")])
+    assert odd.core.engine is None
+    assert not odd.core.stats().ready
+    assert Ranks([ROOMY, ROOMY]).core.stats().ready

@@ -174,7 +174,7 @@ class Scheduler:
         residents, waste = len(registry.live) - len(self.waiting), self.group.waste
         stats = ReplicaStats(
             name=self.name,
-            ready=self.group.ready and not self.intake.draining,
+            ready=self.engine is not None and not self.intake.draining,
             model=self._served_model,
             fingerprint=self.intake.fingerprint,
             vocab_size=geometry.vocab_size if geometry is not None else 0,
