@@ -1,11 +1,22 @@
 """`deepmesh keys`: an API key for clients, or the keys of a mesh's own links."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from deepmesh.cli.serve import Service
+
+class KeyOwner(StrEnum):
+    """Who has a key pair: the services, and whoever gives orders with `deepmesh pause`."""
+
+    gateway = "gateway"
+    tokenizer = "tokenizer"
+    router = "router"
+    scheduler = "scheduler"
+    executor = "executor"
+    kvstore = "kvstore"
+    operator = "operator"
 
 
 def keys(
@@ -14,7 +25,7 @@ def keys(
         typer.Option(help="Make or complete this folder of keys for links between hosts."),
     ] = None,
     rotate: Annotated[
-        list[Service] | None,
+        list[KeyOwner] | None,
         typer.Option(help="With --mesh: give this service a new pair; the old one stays listed."),
     ] = None,
     retire: Annotated[
@@ -40,10 +51,10 @@ def _api_key() -> None:
     print(f'api_keys = ["{hashlib.sha256(key.encode()).hexdigest()}"]')
 
 
-def _mesh_keys(folder: Path, rotate: list[Service], *, retire: bool) -> None:
+def _mesh_keys(folder: Path, rotate: list[KeyOwner], *, retire: bool) -> None:
     from deepmesh.key_folder import make_keys
 
-    made = make_keys(folder, rotate=[service.value for service in rotate], retire=retire)
+    made = make_keys(folder, rotate=[owner.value for owner in rotate], retire=retire)
     print(f"{folder}: {'new keys of ' + ', '.join(made) if made else 'no new key'}")
     print("mesh.toml, [links]:")
     print(f'keys = "{folder.resolve()}"')

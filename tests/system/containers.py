@@ -38,6 +38,8 @@ class ComposeMesh:
         """Start everything and wait until every container says that it is ready."""
         began = time.time()
         self._compose("up", "--detach", "--no-build", timeout_s=UP_S)
+        if self._engine.docker("wait", self.container("keys")).strip() != "0":
+            raise EngineError(f"no keys were made:\n{self.logs('keys')}")
         self.wait_healthy(SERVICES, since=began, timeout_s=UP_S)
 
     def down(self) -> None:
@@ -68,6 +70,10 @@ class ComposeMesh:
         """What a script prints that runs in the service's container."""
         argv = ["docker", "exec", "-i", self.container(service), "python", "-c", script]
         return run(argv, env=self._env, stdin=stdin)
+
+    def order(self, command: str) -> str:
+        """What the operator's `deepmesh COMMAND` prints."""
+        return self._compose("run", "--rm", "--no-deps", "operator", command)
 
     def shell(self, service: str, script: str) -> str:
         """What a shell in the service's container prints."""

@@ -5,10 +5,12 @@ Starts from nothing: an engine of its own, a base image out of Debian packages. 
 
 import json
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -54,8 +56,9 @@ def timed(times: dict[str, str], what: str) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory, times: dict[str, str]) -> Iterator[Engine]:
-    folder = tmp_path_factory.mktemp("engine")
+def engine(times: dict[str, str]) -> Iterator[Engine]:
+    # Not a folder of pytest's: other runs on this machine remove those of earlier ones.
+    folder = Path(tempfile.mkdtemp(prefix="deepmesh-system-"))
     with timed(times, "engine started"):
         engine = Engine(folder)
     try:
@@ -187,6 +190,14 @@ def test_who_has_no_listed_key_gets_nowhere_in_the_network(mesh: ComposeMesh) ->
     assert out[:-1] == ["HANDSHAKE_SUCCEEDED", refused, refused, refused]
     assert out[-1] in ("HANDSHAKE_FAILED_PROTOCOL", "HANDSHAKE_FAILED_NO_DETAIL")
     assert "its key is not on the allow-list" in mesh.logs("kvstore-0", 30)
+
+
+def test_the_operator_holds_the_mesh_and_lets_it_go_on(
+    mesh: ComposeMesh, answers: list[str]
+) -> None:
+    assert mesh.order("pause").split() == ["scheduler-0:", "paused", "scheduler-1:", "paused"]
+    assert mesh.order("resume").split() == ["scheduler-0:", "resumed", "scheduler-1:", "resumed"]
+    assert Load(mesh.url).run() == answers
 
 
 @pytest.mark.parametrize(
