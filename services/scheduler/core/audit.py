@@ -10,18 +10,15 @@ from numpy.typing import NDArray
 
 from deepmesh.wire.messages import Pool
 
-from .block_pool import BlockPool
+from .audit_memory import AuditError, audit_memory, require
 from .engine import Engine
-from .group import StepRecord
+from .group import Group, StepRecord, StepState
 from .op_fences import LoadOp
+from .policy import least_alone
 from .request import Phase, Request
 
 if TYPE_CHECKING:
     from .scheduler import Scheduler
-
-
-class AuditError(AssertionError):
-    """An invariant does not hold; the text begins with its number."""
 
 
 def audit(core: Scheduler) -> None:
@@ -34,37 +31,36 @@ def audit(core: Scheduler) -> None:
     residents = engine.residents() if engine else []
     _requests(core, residents)
     if engine is None:
-        _require(not core.group.unresolved, "I13 steps in flight without an engine")
+        require(not core.group.unresolved, "I13 steps in flight without an engine")
         return
+    require(core.group.ready, "I13 an engine without all of its ranks")
     steps = list(core.group.unresolved)
     if residents:
         _counters(engine, residents)
         _tables(engine, residents)
     _loads(engine, residents)
+    _expected(engine, residents)
+    _fits(core, engine)
+    _pipeline(core.group)
     _inflight(engine, steps, core.config.depth)
     for rank in range(len(engine.memories)):
-        _memory(engine, steps, rank)
+        audit_memory(engine, steps, rank)
     _quiescence(core, engine)
-
-
-def _require(holds: bool | np.bool_, text: str) -> None:
-    if not holds:
-        raise AuditError(text)
 
 
 def _requests(core: Scheduler, residents: list[Request]) -> None:
     """I19 bookkeeping: a request is live in exactly one place, or ended, never both."""
     live, waiting = core.registry.live, list(core.waiting)
     ids = [request.rid for request in (*waiting, *residents)]
-    _require(len(set(ids)) == len(ids), "I19 a request is in two places")
-    _require({r.rid for r in live.values()} == set(ids), "I19 live requests are misplaced")
-    _require(not live.keys() & core.registry.ended.keys(), "I19 a request is live and ended")
+    require(len(set(ids)) == len(ids), "I19 a request is in two places")
+    require({r.rid for r in live.values()} == set(ids), "I19 live requests are misplaced")
+    require(not live.keys() & core.registry.ended.keys(), "I19 a request is live and ended")
     order = [request.order for request in waiting]
-    _require(order == sorted(order), "I25 the queue is out of order")
+    require(order == sorted(order), "I25 the queue is out of order")
     total = sum(len(request.ids) for request in waiting)
-    _require(core.waiting.num_tokens == total, "I28 waiting tokens are miscounted")
+    require(core.waiting.num_tokens == total, "I28 waiting tokens are miscounted")
     leased = any(request.slot >= 0 or request.deferred_state >= 0 for request in waiting)
-    _require(not leased, "I16 a waiting request has leases")
+    require(not leased, "I16 a waiting request has leases")
 
 
 def _counters(engine: Engine, residents: list[Request]) -> None:
@@ -96,6 +92,10 @@ def _counters(engine: Engine, residents: list[Request]) -> None:
     first = np.maximum(0, c - geometry.window) // size
     loading = table.phase[here] == Phase.LOADING
     holds(loading | (table.window_start[here] <= first), "I11 window pruned beyond C - W")
+    holds(table.window_start[here] <= table.window_end[here], "I11 window")
+    sent = (table.sent_global[here], table.sent_window[here])
+    holds(sent[0] <= table.num_global[here], "I3 more global blocks sent than held")
+    holds(sent[1] <= table.window_end[here], "I3 more window blocks sent than held")
     holds(~loading | ((c == 0) & (rows == 0) & ~table.leaving[here]), "I24 loads and takes part")
     holds(rows <= geometry.depth, "I4 rows in flight")
     rids = np.array([request.rid for request in residents], np.uint64)
@@ -123,7 +123,7 @@ def _tables(engine: Engine, residents: list[Request]) -> None:
             ledger = memory.pools[pool]
             alone = (ledger.held[blocks] == 1) & (ledger.cached[blocks] == 0)
             text = f"I8 a {pool.name} block at or above C is shared or published"
-            _require(bool(alone.all()), text)
+            require(bool(alone.all()), text)
 
 
 def _loads(engine: Engine, residents: list[Request]) -> None:
@@ -132,33 +132,65 @@ def _loads(engine: Engine, residents: list[Request]) -> None:
     filling: dict[int, LoadOp] = {}
     for op in engine.residency.ops:
         if isinstance(op, LoadOp) and table.gen[op.index] == op.gen:
-            _require(op.index not in filling, "I24 two loads fill one slot")
+            require(op.index not in filling, "I24 two loads fill one slot")
             filling[op.index] = op
     loading = {r.slot for r in residents if table.phase[r.slot] == Phase.LOADING}
-    _require(filling.keys() == loading, f"I24 ops fill {set(filling)}, slots load {loading}")
+    require(filling.keys() == loading, f"I24 ops fill {set(filling)}, slots load {loading}")
     for index, op in filling.items():
-        _require(not op.is_overdue, "I24 a request waits for a load over its deadline")
-        _require(table.request_at(index) is op.request, "I16 a load for another request")
+        require(not op.is_overdue, "I24 a request waits for a load over its deadline")
+        require(table.request_at(index) is op.request, "I16 a load for another request")
         own = {(Pool.GLOBAL, int(b)) for b in table.global_blocks[index, : table.num_global[index]]}
         start, end = int(table.window_start[index]), int(table.window_end[index])
         own |= {(Pool.WINDOW, int(b)) for b in table.window_blocks[index, start:end]}
         own.add((Pool.STATE, op.request.deferred_state))
         for pool, block in op.blocks():
             ledger = engine.memories[op.rank].pools[pool]
-            _require((pool, block) in own, f"I8 a load fills {pool.name} {block} of another")
+            require((pool, block) in own, f"I8 a load fills {pool.name} {block} of another")
             alone = ledger.held[block] == 1 and ledger.cached[block] == 0
-            _require(
-                alone and ledger.pins[block] == 1, f"I8 a load fills shared {pool.name} blocks"
-            )
+            require(alone and ledger.pins[block] == 1, f"I8 a load fills shared {pool.name} blocks")
+
+
+def _expected(engine: Engine, residents: list[Request]) -> None:
+    """I25: others wait for exactly the prefixes that residents are about to compute or load."""
+    size, slots = engine.geometry.block_size, engine.residency.slots
+    wanted: list[Counter[bytes]] = [Counter() for _ in engine.memories]
+    for request in residents:
+        for point in request.points:
+            if point // size <= len(request.chain):
+                wanted[request.slot // slots][request.chain[point // size - 1]] += 1
+    require(wanted == engine.residency.expected, "I25 prefixes are expected of nobody, or not")
+
+
+def _fits(core: Scheduler, engine: Engine) -> None:
+    """I27: every live request can finish if it has a rank to itself."""
+    longest = max((request.max_len for request in core.registry.live.values()), default=0)
+    require(longest <= engine.geometry.max_model_len, "I27 a request beyond the context")
+    need = least_alone(engine.geometry, longest) if longest else (0, 0, 0)
+    fits = all(blocks <= total for blocks, total in zip(need, engine.totals, strict=True))
+    require(fits, f"I27 a request needs {need} blocks of {engine.totals}")
+
+
+def _pipeline(group: Group) -> None:
+    """I13: results come in step order on each rank, and watermarks never lead."""
+    steps = [*group.retiring, *group.unresolved]
+    ids = [step.step_id for step in steps]
+    require(ids == sorted(set(ids)), "I13 steps out of order")
+    require(all(step.pending for step in group.unresolved), "I13 a step of nobody is unresolved")
+    require(not any(step.pending for step in group.retiring), "I13 retired without a result")
+    states = {StepState.SUBMITTED, StepState.TOKENS_READY}
+    require({step.state for step in group.unresolved} <= states, "I13 state of a step in flight")
+    for rank, (applied, done) in enumerate(zip(group.applied, group.gpu_done, strict=True)):
+        owed = [step.step_id for step in group.unresolved if rank in step.pending]
+        require(ids[len(ids) - len(owed) :] == owed, f"I13 rank {rank} left a step out")
+        require(not owed or applied < owed[0], f"I13 rank {rank} applied before its turn")
+        require(done <= group.last_step_id, f"I10 rank {rank} is done with what was not sent")
 
 
 def _inflight(engine: Engine, steps: list[StepRecord], depth: int) -> None:
-    """I4, I5, I13, I15: the columns are the sum of the unresolved rows, no more and no less."""
+    """I4, I5, I14, I15: the columns are the sum of the unresolved rows, no more and no less."""
     table = engine.residency.table
-    _require(len(steps) <= depth, f"I4 {len(steps)} steps in flight")
-    ids = [step.step_id for step in steps]
-    _require(ids == sorted(set(ids)), "I13 steps out of order")
-    q, rows, tokens = (np.zeros_like(table.inflight_q) for _ in range(3))
+    require(len(steps) <= depth, f"I4 {len(steps)} steps in flight")
+    q, least, rows, tokens = (np.zeros_like(table.inflight_q) for _ in range(4))
     zombies: Counter[tuple[int, int]] = Counter()
     latest: dict[int, int] = {}
     for step in steps:
@@ -166,93 +198,31 @@ def _inflight(engine: Engine, steps: list[StepRecord], depth: int) -> None:
             part = step.part(rank)
             alive = table.gen[part.index] == part.gen
             np.add.at(q, part.index[alive], part.q[alive])
+            np.add.at(least, part.index[alive], part.least[alive])
             np.add.at(rows, part.index[alive], 1)
             np.add.at(tokens, part.index[alive], part.sampled[alive])
             latest.update((int(i), step.step_id) for i in part.index[alive])
             for row in np.flatnonzero(~alive).tolist():
                 zombies[int(part.rid[row]), int(part.epoch[row])] += 1
     here = table.resident()
-    _require(bool((q[here] == table.inflight_q[here]).all()), "I5 Σq differs from the rows")
-    _require(bool((rows[here] == table.inflight_rows[here]).all()), "I5 rows in flight")
-    _require(bool((tokens[here] == table.inflight_tokens[here]).all()), "I5 sure output tokens")
+    require(bool((q[here] == table.inflight_q[here]).all()), "I5 Σq differs from the rows")
+    require(bool((least[here] == table.inflight_min[here]).all()), "I5 sure positions")
+    require(bool((rows[here] == table.inflight_rows[here]).all()), "I5 rows in flight")
+    require(bool((tokens[here] == table.inflight_tokens[here]).all()), "I5 sure output tokens")
     for i, step_id in latest.items():
-        _require(table.producer[i] == step_id, "I15 the producer is not the latest row")
+        require(table.producer[i] == step_id, "I15 the producer is not the latest row")
     open_tokens = sum(step.pending_tokens for step in steps)
-    _require(engine.group.inflight_tokens == open_tokens, "I5 total_inflight_tokens")
+    require(engine.group.inflight_tokens == open_tokens, "I5 total_inflight_tokens")
     counted = {key: zombie.rows for key, zombie in engine.residency.zombies.items()}
-    _require(counted == dict(zombies), f"I14 zombies {counted}, rows say {dict(zombies)}")
-
-
-def _memory(engine: Engine, steps: list[StepRecord], rank: int) -> None:
-    """I7, I10, I16: every block and slot is in one class, held as often as tables and pins say."""
-    residency, memory = engine.residency, engine.memories[rank]
-    table, first = residency.table, rank * residency.slots
-    here = first + np.flatnonzero(table.phase[first : first + residency.slots])
-    held: list[list[NDArray[np.int32]]] = [[], [], [table.state[here].astype(np.int32)]]
-    for i in here.tolist():
-        held[0].append(table.global_blocks[i, : table.num_global[i]])
-        held[1].append(table.window_blocks[i, table.window_start[i] : table.window_end[i]])
-    pins = [table.request_at(i).deferred_state for i in here.tolist()]
-    pins += [
-        capture.state_block
-        for step in steps
-        if rank in step.pending
-        for capture in step.captures.get(rank, [])
-    ]
-    held[2].append(np.array([pin for pin in pins if pin >= 0], np.int32))
-    points = memory.index.points.values()
-    cached = (
-        list(memory.index.block_of.values()),
-        [block for point in points for block in point.window_blocks],
-        [point.state_block for point in points],
-    )
-    pinned: list[list[int]] = [[], [], []]
-    for op in residency.ops.of_rank(rank):
-        for pool, block in op.blocks():
-            pinned[pool].append(block)
-    for pool, name in zip(Pool, ("global", "window", "state"), strict=True):
-        blocks = memory.pools[pool]
-        tables = np.concatenate([*held[pool], np.empty(0, np.int32)])
-        _pool(blocks, tables, cached[pool], pinned[pool], name, memory.gpu_done)
-    free = memory.num_free_slots + memory.num_fenced_slots
-    _require(len(here) + free == memory.num_slots, "I16 slots leak")
-
-
-def _pool(
-    pool: BlockPool,
-    tables: NDArray[np.int32],
-    cached: list[int],
-    pinned: list[int],
-    name: str,
-    gpu_done: int,
-) -> None:
-    """I7: free + evictable + held + fenced + pinned_by_op == total, each block in one class."""
-    held_count = np.bincount(tables, minlength=pool.total)
-    cached_count = np.bincount(np.array(cached, np.int64), minlength=pool.total)
-    _require(bool((pool.held == held_count).all()), f"I7 {name} blocks held wrongly")
-    _require(bool((pool.cached == cached_count).all()), f"I7 {name} blocks cached wrongly")
-    pins = np.bincount(np.array(pinned, np.int64), minlength=pool.total)
-    _require(bool((pool.pins == pins).all()), f"I10 {name} blocks pinned by no open op, or not")
-    only_pinned = int(np.count_nonzero((pins > 0) & (held_count == 0)))
-    _require(pool.num_pinned == only_pinned, f"I7 pinned {name} blocks")
-    spare = pool.free_blocks() + [b for group in pool.fenced_blocks().values() for b in group]
-    seen = np.bincount(np.array(spare, np.int64), minlength=pool.total)
-    used = (held_count > 0) | (cached_count > 0) | (pins > 0)
-    _require(bool((seen <= 1).all()), f"I7 a {name} block is free twice")
-    _require(bool((used != (seen > 0)).all()), f"I7 {name} blocks leak, or are used and free")
-    idle = np.flatnonzero((cached_count > 0) & (held_count == 0) & (pins == 0))
-    _require(idle.tolist() == sorted(pool.evictable_blocks()), f"I7 evictable {name} blocks")
-    _require(all(step > gpu_done for step in pool.fenced_blocks()), f"I10 {name} fence")
-    _require(pool.gpu_done == gpu_done, f"I10 {name} watermark")
-    _require(pool.num_fenced == len(spare) - pool.num_free, f"I7 fenced {name} blocks")
+    require(counted == dict(zombies), f"I14 zombies {counted}, rows say {dict(zombies)}")
 
 
 def _quiescence(core: Scheduler, engine: Engine) -> None:
     """I12: nothing is left behind when nothing is there."""
     if core.registry.live or core.group.unresolved:
         return
-    _require(not any(engine.residency.expected), "I12 prefixes are expected of nobody")
-    _require(not engine.residency.zombies, "I12 zombies without steps")
+    require(not any(engine.residency.expected), "I12 prefixes are expected of nobody")
+    require(not engine.residency.zombies, "I12 zombies without steps")
     for memory in engine.memories:
         for pool in memory.pools:
-            _require(pool.num_held == 0, "I12 blocks are held by nobody")
+            require(pool.num_held == 0, "I12 blocks are held by nobody")

@@ -46,6 +46,15 @@ class RankMemory:
         """Slots that wait for the watermark."""
         return sum(map(len, self._fenced_slots.values()))
 
+    def spare_slots(self) -> list[int]:
+        """Slots without an occupant, free or fenced."""
+        return [*self._free_slots, *(s for slots in self._fenced_slots.values() for s in slots)]
+
+    @property
+    def first_slot_fence(self) -> int | None:
+        """The first step that a slot waits for."""
+        return min(self._fenced_slots, default=None)
+
     def take(self, pool: Pool, count: int) -> list[int] | None:
         """`count` blocks, evicting cached ones on demand; None if they cannot be had now."""
         blocks = self.pools[pool]
