@@ -5,6 +5,8 @@ from msgspec.structs import replace
 from deepmesh.wire.messages import Pool
 from services.scheduler.core.watermark import NON_PREEMPTIBLE_AFTER
 from tests.core.driver import CONFIG, Driver
+from tests.core.ranks import CONFIG as RANKS
+from tests.core.ranks import ROOMY, Ranks
 
 SMALL = replace(CONFIG, prefix_cache=False)
 
@@ -171,3 +173,17 @@ def test_admission_leaves_room_for_what_runs() -> None:
     assert driver.core.stats().preemptions <= 1
     assert old.terminals
     driver.assert_clean()
+
+
+def test_a_rank_at_a_stand_goes_on_while_the_others_never_rest() -> None:
+    ranks = Ranks([replace(ROOMY, num_global_blocks=8), ROOMY], replace(RANKS, prefix_cache=False))
+    numbers = [ranks.ask([number] * 20, max_tokens=40) for number in range(4)]
+    ranks.step()
+    assert ranks.places == {0: [0], 1: [1], 2: [0], 3: [1]}
+    for request in ranks.core.registry.live.values():
+        request.settled_len = 1000  # they have been preempted too often to be chosen
+    for step in range(200):
+        if step % 20 == 0:
+            ranks.ask([9] * 20, max_tokens=40)
+        ranks.step()
+    assert ranks.ended.keys() >= set(numbers)

@@ -15,10 +15,11 @@ from .kv_stores import KvStores
 from .leases import RankMemory
 from .outbox import Outbox
 from .packer import Packer
+from .plan import Plan
 from .planner import Planner
 from .policy import Geometry
 from .registry import Registry
-from .request import Request
+from .request import Phase, Request
 from .residency import Residency
 from .results import Results
 from .speculation import VerifyCapacity
@@ -103,6 +104,7 @@ class Engine:
             draft_len=geometry.decode_width - 1, cost_by_tier=verify_costs(capacities)
         )
         self.packer = Packer(self.residency, group, self.verify)
+        self._tried: dict[int, set[int]] = {}  # phases that lacked blocks, of ranks at a stand
         self._is_short = False  # of blocks, so that the last plan had no row
         self.results = Results(self.residency, group, outbox, registry, geometry)
 
@@ -116,16 +118,19 @@ class Engine:
     def plan(self, now: int, flags: int = 0) -> list[SubmitStep] | None:
         """The next step of every rank; None if nothing can run now and no flag is to be told."""
         plan = self.planner.plan(now)
-        if plan.empty and plan.starved and self._is_stuck() and self.watermark.break_deadlock():
+        broken = [rank for rank in self._stuck(plan) if self.watermark.break_deadlock(rank)]
+        if plan.empty and broken:
             plan = self.planner.plan(now)
-        self._is_short = plan.empty and (plan.starved or self.admission.is_blocked)
+        self._is_short = plan.empty and (bool(plan.starved) or self.admission.is_blocked)
         plan.flags = flags
         return self.packer.pack(plan, now) if flags or not plan.empty else None
 
     @property
     def lacks_quarantined(self) -> bool:
         """Nothing runs and nothing comes back, and transfers that do not end keep blocks."""
-        return self._is_short and self.residency.ops.num_overdue > 0 and self._is_stuck()
+        if not self._is_short or self.residency.ops.num_overdue == 0 or self.group.unresolved:
+            return False
+        return all(self._is_stuck(rank) for rank in range(len(self.memories)))
 
     def apply(self, step: StepRecord, results: list[StepResult], now: int) -> None:
         """Apply the results of some ranks for a step, and complete the preemptions they allow.
@@ -195,10 +200,25 @@ class Engine:
         ]
         return (by_class[0], by_class[1], by_class[2])
 
-    def _is_stuck(self) -> bool:
-        """No step is in flight, and no block or slot is on its way back."""
-        ops = self.residency.ops
-        return not self.group.unresolved and not any(
-            memory.num_fenced_slots or any(ops.num_returning(rank, pool) for pool in Pool)
-            for rank, memory in enumerate(self.memories)
+    def _stuck(self, plan: Plan) -> list[int]:
+        """Ranks that get no further, whatever the others do: they lack blocks, none comes back,
+        and all their residents had their chance, be it in steps of different kinds."""
+        if not plan.starved:
+            self._tried.clear()
+            return []
+        slots, table = self.residency.slots, self.residency.table
+        tokens = plan.tokens_by_rank(len(self.memories), slots, 1)
+        idle = sorted(r for r in plan.starved if tokens[r] == 0 and self._is_stuck(r))
+        self._tried = {rank: self._tried.get(rank, set()) | plan.tried for rank in idle}
+        phases = {rank: table.phase[rank * slots : (rank + 1) * slots] for rank in idle}
+        runs = {Phase.PREFILL, Phase.DECODE}
+        return [r for r in idle if runs.intersection(phases[r].tolist()) <= self._tried[r]]
+
+    def _is_stuck(self, rank: int) -> bool:
+        """A rank has no row in flight, and no block or slot on its way back."""
+        ops, slots, table = self.residency.ops, self.residency.slots, self.residency.table
+        return not (
+            table.inflight_rows[rank * slots : (rank + 1) * slots].any()
+            or self.memories[rank].num_fenced_slots
+            or any(ops.num_returning(rank, pool) for pool in Pool)
         )

@@ -18,7 +18,8 @@ class Plan:
     # (index, start, end) of known ids; from P on the decode kernels compute them (two classes)
     prefill: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
     captures: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
-    starved: bool = False  # a row could run but for blocks
+    starved: set[int] = field(default_factory=set[int])  # ranks with a row that lacks blocks only
+    tried: set[int] = field(default_factory=set[int])  # phases whose residents had their chance
     flags: int = 0  # messages.GroupFlag bits of the step
 
     @property

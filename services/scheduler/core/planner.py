@@ -56,6 +56,7 @@ class Planner:
         return plan
 
     def _choose_decode(self, plan: Plan) -> None:
+        plan.tried.add(Phase.DECODE)
         table, geometry = self._table, self._geometry
         rows = np.flatnonzero(
             (table.phase == Phase.DECODE)
@@ -74,7 +75,7 @@ class Planner:
         grow = (need > table.num_global[rows]) | (need > table.window_end[rows])
         refused = self._lease(rows, reach, np.flatnonzero(grow))
         if refused:
-            plan.starved = True
+            plan.starved.update((rows[refused] // self._residency.slots).tolist())
             rows, end = np.delete(rows, refused), np.delete(end, refused)
         plan.decode = rows
         if self._prefix_cache and geometry.one_kernel_class:

@@ -47,6 +47,7 @@ class Prefill:
     def choose(self, plan: Plan, step: int, now: int) -> None:
         """Add chunks of residents and of newly admitted requests to the plan, and lease what they
         will write."""
+        plan.tried.add(Phase.PREFILL)
         table = self._table
         rows = np.flatnonzero((table.phase == Phase.PREFILL) & ~table.leaving)
         requests = sorted(map(table.request_at, rows.tolist()), key=lambda request: request.order)
@@ -108,7 +109,8 @@ class Prefill:
         if end <= chunk.end:
             return
         end = self._fit_window(index, chunk.end, end, grid)
-        plan.starved |= end == chunk.start
+        if end == chunk.start:
+            plan.starved.add(chunk.rank)
         budgets[chunk.rank] -= end - chunk.end
         chunk.end = end
 

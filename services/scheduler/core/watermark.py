@@ -71,18 +71,17 @@ class Watermark:
             request.settled_len = len(request.ids) + SETTLE_TOKENS
         self._waiting.add(request)
 
-    def break_deadlock(self) -> bool:
-        """Preempt the newest request: nothing runs, nothing is in flight, all need blocks."""
+    def break_deadlock(self, rank: int) -> bool:
+        """Preempt the newest request of a rank where nothing runs, nothing is in flight, and all
+        need blocks; False if there is none but the oldest."""
         here = self._table.resident()
+        here = here[here // self._residency.slots == rank]
         here = here[self._table.phase[here] != Phase.LOADING]  # an op keeps its blocks anyway
+        if len(here) < 2:
+            return False
         residents = [self._table.request_at(i) for i in here.tolist()]
-        for rank in range(self._ranks):
-            here = [r for r in residents if r.slot // self._residency.slots == rank]
-            if len(here) > 1:
-                victim = max(here, key=lambda request: request.order)
-                self.preempt(victim)
-                return True
-        return False
+        self.preempt(max(residents, key=lambda request: request.order))
+        return True
 
     def growth(self, running: NDArray[np.intp]) -> dict[Pool, NDArray[np.int64]]:
         """Blocks that each running row may need within depth + 1 steps."""
