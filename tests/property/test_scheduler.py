@@ -66,7 +66,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_cache=cache,
             step_tokens=step_tokens,
         )
-        self.driver = Driver(
+        driver = Driver(
             config,
             max_unacked=max_unacked,
             num_global_blocks=blocks,
@@ -77,13 +77,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             one_kernel_class=one_class,
             max_model_len=80,
         )
-        self.depth = depth
-        self.waited_s = 0
-        self.is_paused = False
-        self.attaches = 0
+        self.begin(driver, depth)
         for shared, own, max_tokens in crowd:
             prompt = PREFIX[:shared] + words(own, seed=own)
             self.driver.ask(prompt, min(max_tokens, 79 - len(prompt)))
+
+    def begin(self, driver: Driver, depth: int) -> None:
+        """What all rules rely on."""
+        self.driver, self.depth = driver, depth
+        self.waited_s = 0
+        self.is_paused = False
+        self.attaches = 0
 
     # ------------------------------------------------------------ tokenizer
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 from msgspec.structs import replace
 
-from deepmesh.wire.messages import Hits, KvStatus, OpDone
+from deepmesh.wire.messages import Hits, KvStatus, OpDone, Resume
 from services.scheduler.core.store_writes import DEADLINE_NS
 from services.scheduler.sim.store import Contents
 from tests.core.driver import CONFIG, EXECUTOR, SECOND
@@ -61,7 +61,7 @@ class StoreMachine(SchedulerMachine):
         contents = Contents()
         if warm:
             contents.items.update(stored(one_class).items)
-        self.driver = StoreDriver(
+        driver = StoreDriver(
             config,
             auto=False,
             contents=contents,
@@ -73,11 +73,10 @@ class StoreMachine(SchedulerMachine):
             one_kernel_class=one_class,
             max_model_len=80,
         )
-        self.waited_s = 0
-        self.masks = 0
+        self.begin(driver, depth)
         self.answered: list[OpDone] = []
         for shared in first:
-            self.driver.ask(PREFIX[:shared] + [shared], min(12, blocks * 8 - 65))
+            self.driver.ask([*PREFIX[:shared], shared], min(12, blocks * 8 - 65))
 
     @rule(count=st.integers(1, 12), ends=st.booleans())
     def steps(self, count: int, ends: bool) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -147,10 +146,11 @@ class StoreMachine(SchedulerMachine):
             return
         if self.driver.lost:
             self.driver.regain_tokenizer()
+        self.driver.mail(Resume(), "operator")
         self.driver.tick(seconds=DEADLINE_NS / SECOND)  # what hangs until now counts as stuck
         self.driver.auto = True
         self.driver.settle()
-        self.driver.run()
+        self._let_all_end()
         self.driver.settle()
         self.driver.assert_clean()
         assert sum(self.driver.pinned()) == 0
