@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from deepmesh.wire.messages import DoneReason, GpuDone, Pool, Reset, StepResult, StepStatus
+from deepmesh.wire.messages import (
+    DoneReason,
+    GpuDone,
+    Pool,
+    Reset,
+    Shutdown,
+    StepResult,
+    StepStatus,
+)
 from deepmesh.wire.packed import RESULT, ROW
 from tests.core.driver import CONFIG, EXECUTOR, Driver
 
@@ -96,3 +104,13 @@ def test_behind_a_chunk_that_was_skipped_the_request_begins_anew(length: int) ->
     assert request.terminals
     assert driver.blocks(Pool.GLOBAL)[3] == 0
     driver.assert_clean()
+
+
+def test_a_watermark_that_stands_still_is_no_progress() -> None:
+    driver = Driver()
+    driver.ask(10)
+    driver.tick()
+    for _ in range(13):
+        driver.mail(GpuDone(1, 0, 0, []), EXECUTOR)
+        driver.tick(seconds=10)
+    assert driver.messages(Shutdown), "the device has brought nothing for 130 s"

@@ -66,9 +66,10 @@ class Steps:
                 reason = f"rank {rank}: {_AHEAD.format(message.gpu_done)}"
                 self._session.restart(now, reason, faulty=None)
             return
-        self._advance(rank, message.gpu_done)
-        self._progress_ns = now
-        group.retire(now)
+        if message.gpu_done > group.gpu_done[rank]:  # the same again is no progress
+            self._advance(rank, message.gpu_done)
+            self._progress_ns = now
+            group.retire(now)
 
     def watch(self, now: int) -> None:
         """Ranks that owe a result, or the end of a tail, for too long are taken for dead."""
