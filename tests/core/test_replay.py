@@ -62,3 +62,14 @@ def test_a_continuation_does_not_end_at_a_stop_id_that_came_too_early_to_count()
         driver.requests[request.rid] = request
         driver.mail(request.generate(TOKENIZER))
         assert bool(request.terminals) == ends
+
+
+def test_an_abort_that_came_first_is_an_end_like_any_other() -> None:
+    driver = Driver()
+    request = SimRequest(b"aborted first...", words(10), 40, seed=3)
+    driver.requests[request.rid] = request
+    driver.abort(request)
+    assert not driver.ended()
+    driver.mail(request.generate(TOKENIZER))
+    assert [report.outcome for report in driver.ended()] == ["abort"]
+    driver.assert_clean()

@@ -64,7 +64,11 @@ class Intake:
             return None
         buried = registry.tombstones.get(rid)
         if buried is not None and message.attempt <= buried[0]:
-            self._outbox.send(message.reply_to, Finished(rid, FinishReason.ABORT, 0))
+            aborted = Finished(rid, FinishReason.ABORT, 0)
+            if rid in registry.ended:  # its end has been reported
+                self._outbox.send(message.reply_to, aborted)
+            else:
+                self._outbox.refused(message, aborted, now)
             return None
         ended = registry.ended.get(rid)
         if ended is not None and (message.attempt <= ended.request.attempt or ended.is_complete):

@@ -98,10 +98,7 @@ class Outbox:
     def ended(self, request: Request, terminal: Terminal, now: int) -> None:
         """The terminal message and what trace and log need of the request."""
         self.send(request.reply_to, terminal)
-        if isinstance(terminal, Finished):
-            outcome, detail = terminal.reason.name.lower(), ""
-        else:
-            outcome, detail = terminal.code.name, terminal.detail
+        outcome, detail = _outcome(terminal)
         self.actions.append(
             RequestEnded(
                 rid=request.generate.rid,
@@ -121,15 +118,16 @@ class Outbox:
             )
         )
 
-    def refused(self, generate: Generate, failed: Failed, now: int) -> None:
+    def refused(self, generate: Generate, terminal: Terminal, now: int) -> None:
         """The end of a request that was never accepted."""
-        self.send(generate.reply_to, failed)
+        self.send(generate.reply_to, terminal)
+        outcome, detail = _outcome(terminal)
         self.actions.append(
             RequestEnded(
                 rid=generate.rid,
                 traceparent=generate.traceparent,
-                outcome=failed.code.name,
-                detail=failed.detail,
+                outcome=outcome,
+                detail=detail,
                 prompt_tokens=generate.prompt_len,
                 received_ns=now,
                 ended_ns=now,
@@ -140,6 +138,13 @@ class Outbox:
         """All actions since the last call."""
         actions, self.actions = self.actions, []
         return actions
+
+
+def _outcome(terminal: Terminal) -> tuple[str, str]:
+    """The outcome and its detail, as reported."""
+    if isinstance(terminal, Finished):
+        return terminal.reason.name.lower(), ""
+    return terminal.code.name, terminal.detail
 
 
 def _logprobs(request: Request, at: slice) -> tuple[bytes, bytes, bytes]:
