@@ -175,13 +175,6 @@ class Group:
         self.inflight_tokens += step.num_tokens
         self.unresolved.append(step)
 
-    def oldest_for(self, rank: int) -> StepRecord | None:
-        """The oldest step for which `rank` owes a result."""
-        for step in self.unresolved:
-            if rank in step.pending:
-                return step
-        return None
-
     def answered(self, step: StepRecord, rank: int, now: int) -> bool:
         """A rank's result has been applied; whether it was the last one."""
         step.state = StepState.TOKENS_READY

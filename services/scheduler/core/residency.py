@@ -38,11 +38,6 @@ class Residency:
         # told of every point that is published: its rank, and the chain up to it
         self.on_point: Callable[[int, list[bytes], Point], None] | None = None
 
-    def num_resident(self, rank: int) -> int:
-        """Requests in slots of a rank."""
-        first = rank * self.slots
-        return int(np.count_nonzero(self.table.phase[first : first + self.slots]))
-
     def enter(self, request: Request, rank: int, hit: Hit) -> bool:
         """Give a request a slot, its blocks up to T and the shared prefix; False: no room now."""
         memory, table = self.memories[rank], self.table

@@ -19,13 +19,6 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests)
 
-    def head(self, passed: set[int]) -> Request | None:
-        """The next to be admitted, but for those that are passed over (by their `rid`)."""
-        for request in self._requests:
-            if not request.is_parked and request.rid not in passed:
-                return request
-        return None
-
     def add(self, request: Request) -> None:
         """Put a request where its priority and age say."""
         insort(self._requests, request, key=_order)
