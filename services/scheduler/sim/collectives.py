@@ -79,6 +79,7 @@ class Rendezvous:
         self._clock, self._ranks = clock, ranks
         self._meetings: dict[tuple[int, int], _Meeting] = {}
         self._last: dict[int, tuple[int, int]] = {}  # (engine epoch, group step) by rank
+        self._resumed = 0  # up to this step no PAUSE holds any more
         self._held: tuple[int, int, GroupFlag] | None = None  # epoch and step that hold, and why
 
     def enter(self, rank: int, step: SubmitStep, length_ns: int, run: Run) -> None:
@@ -111,8 +112,9 @@ class Rendezvous:
             if not self._meetings[key].runs:
                 del self._meetings[key]
 
-    def resumed(self) -> None:
-        """The group was told to go on."""
+    def resumed(self, group_step: int) -> None:
+        """The group was told to go on when `group_step` was the last one submitted."""
+        self._resumed = group_step
         self._held = None
 
     def _over(self, step: SubmitStep, meeting: _Meeting, begin: int) -> None:
@@ -163,5 +165,6 @@ class Rendezvous:
         if not step.descriptor.flags:
             return
         for flag in (GroupFlag.DRAIN, GroupFlag.PAUSE):
-            if step.descriptor.flags & flag:
+            void = flag == GroupFlag.PAUSE and step.group_step <= self._resumed
+            if step.descriptor.flags & flag and not void:
                 self._held = (step.engine_epoch, step.group_step, flag)

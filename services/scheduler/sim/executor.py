@@ -84,7 +84,12 @@ class SimExecutor:
         self._ring: list[bytes] = [b""] * (depth + 1)  # pinned staging buffers
         self._submitted = 0
         self.transfers = SimTransfers(
-            clock, device=lambda: self.device, stores=stores, truth=truth, send=self._send
+            clock,
+            device=lambda: self.device,
+            stores=stores,
+            truth=truth,
+            send=self._send,
+            current_epoch=current_epoch,
         )
 
     def link_down(self) -> None:

@@ -18,6 +18,7 @@ _WEIGHTS = (50, 25, 17, 6, 2)  # a world of many ranks takes as long as many wor
 _RARE = ("preempt pending", "preempted", "loading", "parked", "orphaned", "without an engine")
 _RARE += ("waiting for a prefix", "waiting for a kvstore")
 _HUNTED = (*STATES, *_RARE, *_RARE)  # states that pass quickly are aimed at more often
+_CROWDED = ("preempt pending", "preempted")
 AUDIT_EVERY = {1: 1, 2: 1, 8: 4, 32: 16, 128: 64}
 
 
@@ -25,16 +26,18 @@ def draw_capacity(draw: random.Random, *, ranks: int, is_crowd: bool = False) ->
     """A small device: everything runs short now and then. The more ranks, the smaller."""
     window, block_size = draw.choice([8, 16, 24, 40]), draw.choice([4, 8, 16])
     align = block_size * draw.choice([1, 2, 4])
-    tokens = draw.randrange(144, 480) if ranks <= 2 and not is_crowd else draw.randrange(120, 180)
     least_windows = (window + align + 8) // block_size + 4
+    is_small = ranks > 2 or is_crowd
+    tokens = draw.randrange(112, 168) if is_small else draw.randrange(144, 480)
+    slots = draw.randrange(6, 9) if is_crowd else draw.randrange(2 if is_small else 1, 12)
     return Capacity(
         engine_epoch=0,
         rank=0,
         num_global_blocks=tokens // block_size,
-        num_window_blocks=draw.randrange(least_windows, least_windows + 26),
-        num_state_blocks=draw.randrange(1, 12),
-        num_slots=6 if is_crowd else draw.randrange(1, 12) if ranks <= 2 else draw.randrange(2, 5),
-        max_model_len=100 if is_crowd or ranks > 2 else draw.choice([150, 300, 512]),
+        num_window_blocks=draw.randrange(least_windows, least_windows + 26) + 20 * is_crowd,
+        num_state_blocks=draw.randrange(1, 12) + 8 * is_crowd,
+        num_slots=slots if ranks <= 2 else min(slots, 5),
+        max_model_len=100 if is_small else draw.choice([150, 300, 512]),
         vocab_size=97,
         window=window,
         block_size=block_size,
@@ -51,7 +54,7 @@ def draw_config(draw: random.Random, depth: int, *, is_crowd: bool) -> Scheduler
         max_rows=draw.randrange(5 if is_crowd else 1, 12),
         step_tokens=draw.choice([16, 64, 128]),
         chunk_tokens=draw.choice([16, 32, 64]),
-        prefix_cache=draw.random() < 0.8,
+        prefix_cache=draw.random() < (0.4 if is_crowd else 0.8),
     )
 
 
@@ -70,11 +73,13 @@ def draw_world(
     kinds: tuple[FaultKind, ...] = KINDS,
     ranks: int = 0,
     depth: int = 0,
+    audit_every: int = 0,
 ) -> World:
     """A world with its workload submitted and its faults scheduled; call `run` and `verify`.
 
     Args:
         ranks, depth: drawn, too, unless given.
+        audit_every: as of `World`; chosen by the number of ranks unless given.
     """
     draw = random.Random(seed)
     drawn_ranks, drawn_depth = draw.choices(RANKS, _WEIGHTS)[0], draw.choice((1, 2, 3))
@@ -92,29 +97,30 @@ def draw_world(
         times=Times(
             link=draw.choice([10_000, 100_000, 1_000_000]),
             tail=draw.choice([10_000, 300_000, 3_000_000]),
+            cpu=0 if ranks <= 2 else draw.choice([50_000, 200_000]),  # mail gathers meanwhile
         ),
         max_unacked=draw.choice([8, 2048]),
-        audit_every=AUDIT_EVERY.get(ranks, 1),
+        audit_every=audit_every or AUDIT_EVERY.get(ranks, 1),
         kvstores=kvstores,
         op_faults=op_faults,
     )
     count = draw.randrange(4, 20) if ranks <= 2 else ranks + draw.randrange(8, 16 + ranks // 2)
     if is_crowd:
-        count = 10 * ranks if ranks <= 2 else 5 * ranks
+        count = 16 * ranks if ranks <= 2 else 5 * ranks
     workload = mixed(
         seed,
         count,
         capacity,
         span_ns=(50 if ranks <= 2 else 20) * MS,
-        abort_share=draw.choice([0.0, 0.2, 0.5]),
+        abort_share=0.0 if is_crowd else draw.choice([0.0, 0.2, 0.5]),
         most_output=80 if ranks <= 2 else 30,
         is_crowd=is_crowd,
     )
-    hunted = draw.choice([0.0, 0.3, 0.6])
+    hunted = draw.choice([0.0, 0.5, 1.0]) if not is_crowd else draw.choice([0.0, 0.3])
     for request in workload:
         world.submit(request, draw.randrange(len(world.tokenizers)))
         if draw.random() < hunted:
-            world.hunter.want(request, draw.choice(_HUNTED))
+            world.hunter.want(request, draw.choice(_CROWDED if is_crowd else _HUNTED))
     for peer in (*world.executors, *world.tokenizers):
         peer.link.duplicates = draw.choice([0.0, 0.1])
     schedule_faults(world, faults, span_ns=150 * MS, kinds=kinds)
@@ -135,9 +141,11 @@ class SoakRun:
     kind: str = ""  # oracle, audit, shadow, unfinished
 
 
-def soak_run(seed: int, faults: int, ranks: int = 0, depth: int = 0) -> SoakRun:
+def soak_run(
+    seed: int, faults: int, ranks: int = 0, depth: int = 0, audit_every: int = 0
+) -> SoakRun:
     """Draw, run and verify the world of a seed."""
-    world = draw_world(seed, faults=faults, ranks=ranks, depth=depth)
+    world = draw_world(seed, faults=faults, ranks=ranks, depth=depth, audit_every=audit_every)
     error = kind = ""
     try:
         world.run()

@@ -181,6 +181,7 @@ class SimTransfers:
         stores: dict[str, SimStore],
         truth: Truth,
         send: Callable[[Incoming], None],
+        current_epoch: Callable[[], int],
     ) -> None:
         self.faults = OpFaults()
         self.num_ended = 0
@@ -189,6 +190,7 @@ class SimTransfers:
         self._stores = stores
         self._truth = truth
         self._send = send
+        self._current_epoch = current_epoch
         self._life = 0  # ops of an earlier engine epoch touch nothing any more
 
     def abandon(self) -> None:
@@ -208,8 +210,8 @@ class SimTransfers:
         self._clock.at(delay, lambda: self._run(order, life))
 
     def _run(self, order: Order, life: int) -> None:
-        if life != self._life:
-            return
+        if life != self._life or order.engine_epoch != self._current_epoch():
+            return  # abandoned, even if the news is still on its way
         device, draw = self._device(), self._clock.random
         if device.gpu_done < order.after_step:
             self._clock.at(RETRY_NS, lambda: self._run(order, life))

@@ -311,8 +311,8 @@ class World:
 
     def _start_scheduler(self) -> None:
         self._restarts += 1
-        self.rendezvous.resumed()  # a new process does not know of a pause
         self.core = self._new_core()
+        self.rendezvous.resumed(0)  # a new process does not know of a pause
         for peer in self._peers.values():
             self.clock.at(self.clock.random.randrange(20 * MS), partial(self.connect, peer))
 
@@ -322,7 +322,7 @@ class World:
 
     def resume(self) -> None:
         """An operator lets it go on."""
-        self.rendezvous.resumed()
+        self.rendezvous.resumed(self.core.group.group_step)
         self.feed(Mail("operator", Resume()))
 
     # ------------------------------------------------------------ the scheduler's mail

@@ -10,6 +10,9 @@ from ..core.scheduler import Scheduler
 from .device import Device
 
 
+_POOLS = tuple(Pool)
+
+
 class ExternalWriter:
     """Watches the free lists. Stream order hides a block that is freed too early; this does not:
     whoever still reads such a block finds poison."""
@@ -32,7 +35,7 @@ class ExternalWriter:
         if engine is None:
             return
         for rank, memory in enumerate(engine.memories):
-            for pool in Pool:
+            for pool in _POOLS:
                 free, known = memory.pools[pool].free_blocks(), self._known[rank][pool]
                 # Blocks are taken from the end and come back there.
                 if len(free) != len(known) or (free and free[-1] != known[-1]):
