@@ -91,6 +91,7 @@ class SchedulerConfig(Section, frozen=True):
     max_model_len: int = 0  # 0: what the executor can hold
     orphan_s: float = 10.0
     deadline_s: float = 120.0
+    hang_s: float = 10.0  # a step without a result for so long, and for 10 slow steps, hangs
     audit: bool = False  # check all invariants after every event
     prefix_cache: bool = True
     store_lookup_s: float = 0.05  # a request waits so long for what a kvstore says of its prompt
@@ -298,6 +299,7 @@ def _check(config: Config) -> None:
         "scheduler.orphan_s": (config.scheduler.orphan_s, 0, 86_400),
         "scheduler.store_lookup_s": (config.scheduler.store_lookup_s, 0.001, 60),
         "scheduler.store_load_s": (config.scheduler.store_load_s, 0.01, 3600),
+        "scheduler.hang_s": (config.scheduler.hang_s, 0.1, 86_400),
         "scheduler.deadline_s": (config.scheduler.deadline_s, 0.1, 86_400),
         "executor.global_blocks": (config.executor.global_blocks, 0, 1 << 30),
         "executor.window_blocks": (config.executor.window_blocks, 0, 1 << 30),

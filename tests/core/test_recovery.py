@@ -346,6 +346,21 @@ def test_an_executor_that_hangs_is_taken_for_dead() -> None:
     driver.assert_clean()
 
 
+def test_once_steps_are_known_to_be_fast_a_hang_is_found_sooner() -> None:
+    driver = Driver()
+    driver.ask(10, max_tokens=100)
+    for _ in range(40):
+        driver.step()
+    driver.tick(seconds=CONFIG.hang_s - 0.5)
+    assert not driver.messages(Shutdown)
+    driver.tick(seconds=1)
+    assert [send.peer for send in driver.sent if isinstance(send.message, Shutdown)] == [EXECUTOR]
+    driver.lose_executor()
+    driver.load()
+    driver.run()
+    driver.assert_clean()
+
+
 def test_without_an_engine_the_deadline_ends_the_wait() -> None:
     driver = Driver()
     request = driver.ask(10, max_tokens=20)

@@ -143,8 +143,11 @@ class Admission:
         return bool((table.suspect_len[here] >= table.confirmed[here]).any())
 
     def _park(self) -> bool:
-        """A request whose client takes no tokens gives its place to those that wait."""
+        """A request whose client takes no tokens gives its place to those that wait; the next one
+        only where the blocks of the last do not help."""
         table = self._table
+        if any(pool.num_fenced for memory in self._residency.memories for pool in memory.pools):
+            return False
         stalled = np.flatnonzero(
             (table.phase == Phase.DECODE)
             & (table.inflight_rows == 0)

@@ -106,7 +106,7 @@ class Scheduler:
         )
         self._controls = Controls(self.group, self.registry)
         self.drained = False  # nothing is left to do, nothing new is taken, and the ranks know
-        self._steps = Steps(self.group, self._session, self.outbox)
+        self._steps = Steps(self.group, self._session, self.outbox, hang_s=config.hang_s)
         self._served_model = served_model
         self._max_unacked = max_unacked
         self._incarnations: dict[str, bytes] = {}

@@ -1,5 +1,7 @@
 """Results of group steps: whose turn each is, what is applied together, and who owes one."""
 
+from collections import deque
+
 from deepmesh.wire.messages import GpuDone, StepResult, StepStatus
 
 from .answers import ProtocolError
@@ -8,19 +10,23 @@ from .group import Group, StepRecord, group_step_of
 from .outbox import Outbox
 from .session import Session
 
-HANG_NS = 60_000_000_000  # without a result; more where steps have been slow so far
-HANG_STEPS = 20
+FIRST_STEPS_NS = 60_000_000_000  # patience while nothing is known about how long steps take
+SLOW_STEPS = 10  # times the slowest of the last steps: a step that takes longer hangs
+RECENT_STEPS = 256
+FEW_STEPS = 16
 _AHEAD = "GPU_DONE of step {}, which was not submitted"
 
 
 class Steps:
     """Takes the results of all ranks in step order, and the watermarks that release fences."""
 
-    def __init__(self, group: Group, session: Session, outbox: Outbox) -> None:
+    def __init__(self, group: Group, session: Session, outbox: Outbox, *, hang_s: float) -> None:
         self._group = group
         self._session = session
         self._outbox = outbox
-        self._slowest_ns = self._progress_ns = 0
+        self._hang_ns = int(hang_s * 1e9)
+        self._recent_ns: deque[int] = deque(maxlen=RECENT_STEPS)  # from plan to the last result
+        self._progress_ns = 0
 
     def take(self, results: list[StepResult], now: int) -> None:
         """Apply results in the order of their steps, those of one step in one pass.
@@ -75,9 +81,13 @@ class Steps:
         """Ranks that owe a result, or the end of a tail, for too long are taken for dead."""
         group = self._group
         step = next(iter((*group.retiring, *group.unresolved)), None)
-        patience_ns = max(HANG_NS, HANG_STEPS * self._slowest_ns)
-        if step is not None and now - max(step.planned_ns, self._progress_ns) > patience_ns:
+        if step is not None and now - max(step.planned_ns, self._progress_ns) > self._patience_ns():
             self._session.hung(step, now)
+
+    def _patience_ns(self) -> int:
+        if len(self._recent_ns) < FEW_STEPS:
+            return max(FIRST_STEPS_NS, self._hang_ns)
+        return max(self._hang_ns, SLOW_STEPS * max(self._recent_ns))
 
     def _step_of(self, result: StepResult, taken: int) -> StepRecord | None:
         """The oldest step for which the rank owes a result, behind the one taken already; None
@@ -104,7 +114,7 @@ class Steps:
             step.begin_ns = max(step.begin_ns, result.times.begin_ns)
             step.end_ns = max(step.end_ns, result.times.end_ns)
             if self._group.answered(step, result.rank, now):
-                self._slowest_ns = max(self._slowest_ns, now - step.planned_ns)
+                self._recent_ns.append(now - step.planned_ns)
                 self._session.step_ended(step, now)
         if results:
             self._progress_ns = now
