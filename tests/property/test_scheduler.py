@@ -213,6 +213,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     def wait(self, seconds: int) -> None:
         self.waited_s += seconds
         self.driver.tick(seconds=seconds)
+        self._replace_hung()
+
+    def _replace_hung(self) -> None:
+        """An executor that was taken for dead is told to end; its supervisor starts another."""
+        if self.driver.core.engine is None:
+            self.driver.lose_executor()
+            self.driver.load()
 
     def teardown(self) -> None:
         if not hasattr(self, "driver"):

@@ -1,6 +1,6 @@
 """What a run was like for its clients and its devices, from spans of steps and requests' times."""
 
-from bisect import bisect_right
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -51,7 +51,7 @@ def first_chunk_waits(record: Record, tail_ns: int) -> list[float]:
     for request in record.ended:
         if request.first_step not in begin:
             continue
-        before = bisect_right(planned, request.received_ns)
+        before = bisect_left(planned, request.received_ns)
         rest = spans[before - 1].end_ns + tail_ns if before else 0
         waits.append(float(begin[request.first_step] - max(request.received_ns, rest)))
     return waits

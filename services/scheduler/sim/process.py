@@ -75,10 +75,9 @@ class SchedulerProcess:
             if isinstance(event, StepResults):
                 self._compute(self._times.cpu_rank * len(event.results))
             self._handle(core, event)
-        self.writer.observe(core, self._devices())
+        self.writer.observe(core, self._devices())  # blocks are taken by the Tick only
         self._compute(self._times.cpu)
         self._handle(core, Tick())
-        self.writer.observe(core, self._devices())
         if self._audit_every and self.num_wakes % self._audit_every == 0:
             audit(core)
         self.behind()

@@ -15,8 +15,16 @@ from .world import DEPTHS, World
 
 RANKS = (1, 2, 8, 32, 128)
 _WEIGHTS = (50, 25, 17, 6, 2)  # a world of many ranks takes as long as many worlds of one
-_RARE = ("preempt pending", "preempted", "loading", "parked", "orphaned", "without an engine")
-_RARE += ("waiting for a prefix", "waiting for a kvstore")
+_RARE = (
+    "preempt pending",
+    "preempted",
+    "loading",
+    "parked",
+    "orphaned",
+    "without an engine",
+    "waiting for a prefix",
+    "waiting for a kvstore",
+)
 _HUNTED = (*STATES, *_RARE, *_RARE)  # states that pass quickly are aimed at more often
 _CROWDED = ("preempt pending", "preempted")
 AUDIT_EVERY = {1: 1, 2: 1, 8: 4, 32: 16, 128: 64}
@@ -106,7 +114,7 @@ def draw_world(
     )
     count = draw.randrange(4, 20) if ranks <= 2 else ranks + draw.randrange(8, 16 + ranks // 2)
     if is_crowd:
-        count = 16 * ranks if ranks <= 2 else 5 * ranks
+        count = {1: 16, 2: 32, 128: 320}.get(ranks, 5 * ranks)
     workload = mixed(
         seed,
         count,

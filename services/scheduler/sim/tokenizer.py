@@ -22,7 +22,9 @@ from .clock import MS, Clock
 from .link import Link
 from .requests import SimRequest
 
+ASKED_NS = 20 * MS  # an answer to Attach is waited for before the next gap asks again
 REMIND_NS = 400 * MS  # a request without a word for so long is asked for
+MOST_REMIND_NS = 16 * REMIND_NS
 
 
 class State(Enum):
@@ -55,6 +57,7 @@ class SimTokenizer:
         self._mine: dict[bytes, tuple[SimRequest, State]] = {}
         self._received: dict[bytes, int] = {}  # output tokens this incarnation has seen
         self._heard: dict[bytes, int] = {}
+        self._asked: dict[bytes, int] = {}  # when it last attached
 
     def submit(self, request: SimRequest) -> None:
         """A new request of a client."""
@@ -118,7 +121,8 @@ class SimTokenizer:
         self._hear(row.rid)
         received = self._received[row.rid]
         if row.pos > received:
-            self._attach(request)
+            if self._clock.now - self._asked.get(row.rid, -ASKED_NS) >= ASKED_NS:
+                self._attach(request)
             return
         request.take(row, self._clock.now)
         self._received[row.rid] = max(received, row.pos + len(row.ids) // 4)
@@ -158,6 +162,7 @@ class SimTokenizer:
 
     def _attach(self, request: SimRequest) -> None:
         self.num_attached += 1
+        self._asked[request.rid] = self._clock.now
         received = self._received[request.rid]
         self._send(Attach(request.rid, request.attempt, self.name, received))
 
@@ -166,8 +171,8 @@ class SimTokenizer:
             request.is_aborted = True
             self._send(Abort(request.rid, request.attempt))
 
-    def _remind(self, request: SimRequest) -> None:
-        """Time alone: repeat what was not answered."""
+    def _remind(self, request: SimRequest, waited_ns: int = REMIND_NS) -> None:
+        """Time alone: repeat what was not answered, more and more seldom."""
         if request.rid not in self._mine:
             return
         _, state = self._mine[request.rid]
@@ -177,4 +182,5 @@ class SimTokenizer:
             self._send(request.generate(self.name))
         elif self._clock.now - self._heard.get(request.rid, 0) >= REMIND_NS:
             self._attach(request)
-        self._clock.at(REMIND_NS, lambda: self._remind(request))
+        wait_ns = min(2 * waited_ns, MOST_REMIND_NS)
+        self._clock.at(wait_ns, lambda: self._remind(request, wait_ns))

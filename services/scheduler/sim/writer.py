@@ -9,7 +9,6 @@ from deepmesh.wire.messages import Pool
 from ..core.scheduler import Scheduler
 from .device import Device
 
-
 _POOLS = tuple(Pool)
 
 
