@@ -9,15 +9,16 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo test check system ci mutants test-gpu bench clean distclean
+.PHONY: help venv demo test long check system ci mutants test-gpu bench clean distclean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo      set up, start the whole mesh, ask it three questions, check the answers"
 	@echo "make test      set up, and all tests that need no root, no server and no GPU"
+	@echo "make long      tests of whole meshes that take minutes"
 	@echo "make check     ruff and pyright"
 	@echo "make system    containers, collectors, sanitizers: needs root, installs its tools"
-	@echo "make ci        check, test, system"
+	@echo "make ci        check, test, long, system"
 	@echo "make mutants   put known bugs back one by one; each must be caught by its tests"
 	@echo "make test-gpu  tests that need a CUDA device"
 	@echo "make bench     NAME=...: one benchmark of bench/"
@@ -36,7 +37,10 @@ demo: $(STAMP)
 	$(BIN)/deepmesh demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not gpu and not system" $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not system and not long" $(ARGS)
+
+long: $(STAMP)
+	$(BIN)/python -m pytest -m long $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -47,7 +51,7 @@ system: $(STAMP)
 	tests/system/install.sh $(BIN)/python
 	$(BIN)/python -m pytest -m system tests/system $(ARGS)
 
-ci: check test system
+ci: check test long system
 
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants $(ARGS)

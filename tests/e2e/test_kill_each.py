@@ -169,6 +169,7 @@ async def storm(mesh: Mesh, victim: str | None) -> tuple[list[Stream], float]:
     return streams.streams, back_s
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_a_killed_process_costs_no_stream_a_bit(

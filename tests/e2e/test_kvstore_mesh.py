@@ -161,6 +161,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Bits:
         return run(mesh, mixed(0)).bits
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("ranks", "count"), [(1, 1), (2, 1), (3, 1), (4, 1), (1, 2)])
 def test_ids_and_logprobs_are_those_without_a_store(
