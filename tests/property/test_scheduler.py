@@ -65,6 +65,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_rows=4,
             prefix_cache=cache,
             step_tokens=step_tokens,
+            hang_s=3600,  # here a device may be slow for as long as the case likes
         )
         driver = Driver(
             config,

@@ -57,7 +57,7 @@ class StoreMachine(SchedulerMachine):
         warm: bool,
         first: list[int],
     ) -> None:
-        config = replace(CONFIG, depth=depth, max_rows=4, step_tokens=32)
+        config = replace(CONFIG, depth=depth, max_rows=4, step_tokens=32, hang_s=3600)
         contents = Contents()
         if warm:
             contents.items.update(stored(one_class).items)
