@@ -4,11 +4,13 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from deepmesh.errors import UserError
+from deepmesh.report import RESULTS_VARIABLE
 from services.scheduler.sim.measures import Record, first_chunk_waits
 from services.scheduler.sim.picture import draw_timeline
 from services.scheduler.sim.simulate import Outcome, Scenario, simulate
@@ -19,15 +21,16 @@ SMALL = ("--ranks", "2", "--rows", "8", "--steps", "40", "--seed", "7", "--json"
 
 
 def run(*options: str, hash_seed: str = "0") -> dict[str, object]:
-    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
-    done = subprocess.run(
-        [sys.executable, "-m", "deepmesh.cli", "simulate", *options],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=environment,
-        check=True,
-    )
+    with tempfile.TemporaryDirectory() as results:
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, RESULTS_VARIABLE: results}
+        done = subprocess.run(
+            [sys.executable, "-m", "deepmesh.cli", "simulate", *options],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            env=environment,
+            check=True,
+        )
     found: dict[str, object] = json.loads(done.stdout)
     return found
 
