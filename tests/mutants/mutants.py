@@ -167,7 +167,7 @@ MUTANTS = [
         CORE + "watermark.py",
         "if table.inflight_rows[victim.slot] == 0:",
         "if table.inflight_rows[victim.slot] >= 0:",
-        "tests/core/test_preemption.py",
+        "tests/core/test_preemption.py --timeout=15",
     ),
     Mutant(
         "attach-skips-one",
