@@ -7,13 +7,10 @@ fallback on a GPU: without nvcc and without a library that was built before, the
 import ctypes
 import functools
 import hashlib
-import os
 import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 
-from kernels.native import HEADERS, BuildError
+from kernels.native import HEADERS, BuildError, compile_library
 
 _KERNELS = Path(__file__).parent
 _BUILD = _KERNELS / "build"
@@ -50,17 +47,7 @@ def build(family: str, name: str) -> Path:
     if nvcc is None:
         raise BuildError(f"nvcc is not installed, and {target.name} was not built before")
     _BUILD.mkdir(exist_ok=True)
-    handle, partial = tempfile.mkstemp(suffix=".so", dir=_BUILD)
-    os.close(handle)
-    try:
-        command = [nvcc, *FLAGS, f"-I{HEADERS}", str(source), "-o", partial]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise BuildError(f"{' '.join(command)} failed:\n{done.stderr.strip()}")
-        os.chmod(partial, 0o755)
-        os.replace(partial, target)
-    finally:
-        Path(partial).unlink(missing_ok=True)
+    compile_library(nvcc, FLAGS, source, target)
     return target
 
 

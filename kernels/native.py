@@ -153,7 +153,7 @@ def build(family: str, level: str, extra_flags: tuple[str, ...] = ()) -> Path:
     shipped = _KERNELS / "build" / name  # of an image, which nobody can write to
     target = shipped if shipped.exists() else _cache_folder() / name
     if not target.exists():
-        _compile(compiler, flags, source, target)
+        compile_library(compiler, flags, source, target)
     return target
 
 
@@ -171,8 +171,12 @@ def _version(compiler: str) -> str:
     return done.stdout
 
 
-def _compile(compiler: str, flags: tuple[str, ...], source: Path, target: Path) -> None:
-    """Into a file of our own, then renamed: another process never sees half a library."""
+def compile_library(compiler: str, flags: tuple[str, ...], source: Path, target: Path) -> None:
+    """Into a file of our own, then renamed: another process never sees half a library.
+
+    Raises:
+        BuildError: the compiler refused the source.
+    """
     handle, partial = tempfile.mkstemp(suffix=".so", dir=target.parent)
     os.close(handle)
     try:
