@@ -10,6 +10,8 @@ import hashlib
 import shutil
 from pathlib import Path
 
+import torch
+
 from kernels.native import HEADERS, BuildError, compile_library
 
 _KERNELS = Path(__file__).parent
@@ -59,3 +61,9 @@ def check(code: int) -> None:
     """
     if code:
         raise CudaError(f"CUDA error {code}")
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many blocks run at once, of kernels that fill a multiprocessor."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
