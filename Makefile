@@ -17,7 +17,7 @@ help:
 	@echo "make test      set up, and all tests that need no root, no server and no GPU"
 	@echo "make long      tests of whole meshes that take minutes"
 	@echo "make check     ruff and pyright"
-	@echo "make system    containers, collectors, sanitizers: needs root, installs its tools"
+	@echo "make system    containers and collectors: needs root, installs its tools"
 	@echo "make ci        check, test, long, system"
 	@echo "make mutants   put known bugs back one by one; each must be caught by its tests"
 	@echo "make test-gpu  tests that need a CUDA device"

@@ -1,6 +1,5 @@
 """`deepmesh simulate`: the real scheduler on simulated ranks, in virtual time."""
 
-import gc
 import sys
 import time
 from collections.abc import Iterator
@@ -123,9 +122,6 @@ def _run(
     from services.scheduler.sim.simulate import simulate as run
 
     start = time.monotonic()
-    # Most of what a run makes lives to its end: looking through all of it again and again for
-    # cycles takes as long as the run.
-    gc.disable()
     with progress_bar(console) as bar:
         task = bar.add_task(scenario.policy, total=scenario.steps or None)
         outcome = run(
@@ -135,7 +131,6 @@ def _run(
                 task, completed=steps, description=f"{scenario.policy}: {ended} requests ended"
             ),
         )
-    gc.enable()
     return outcome, time.monotonic() - start
 
 

@@ -19,7 +19,6 @@ from tests.tiny import VOCAB_SIZE
 NUM_REQUESTS = 200
 NUM_ALONE = 20  # of them are run again, one at a time
 MIN_PREEMPTIONS = 50
-HTTP_LENGTHS = [50, 59, 61, 62, 63, 126]
 CONFIG = """
 [mesh]
 name = "storm"
@@ -162,7 +161,7 @@ def http_storm(seed: int) -> list[dict[str, object]]:
             "prompt": [
                 rng.randrange(20, VOCAB_SIZE) for _ in range(rng.choice([3, 59, 61, 62, 126]))
             ],
-            "max_tokens": rng.choice([8, 16, 32]),
+            "max_tokens": rng.choice([16, 32, 48]),
             "temperature": rng.choice([0.0, 0.8]),
             "seed": n,
             "ignore_eos": True,

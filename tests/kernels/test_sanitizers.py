@@ -36,7 +36,7 @@ def runtime(name: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-@pytest.mark.system
+@pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("level", native.supported_levels())
 def test_no_access_out_of_bounds_and_nothing_undefined(level: str) -> None:
