@@ -42,6 +42,8 @@ class ErrorCode(IntEnum):
     UNKNOWN = 11
     INTERNAL = 12
     MISMATCH = 13  # the engine up there has another vocabulary than the tokenizer
+    NOT_FOUND = 14  # no such stored response
+    CANCELLED = 15  # by somebody else than its client's connection
 
 
 class FinishReason(IntEnum):
@@ -165,7 +167,8 @@ class Submit(Message, frozen=True):
 
     rid: Rid
     protocol: (
-        str  # chat, completions, responses, messages, count_tokens, models, tokenize, detokenize
+        str  # chat, completions, responses, messages, count_tokens, models, tokenize, detokenize,
+        # response, response_delete, response_cancel, response_items: the body holds path and query
     )
     body: bytes
     seed: int  # 0 <= seed < 2**63; used unless the body names one
@@ -248,6 +251,8 @@ class SamplingParams(Struct, frozen=True):
     repetition_penalty: float = 1.0
     logit_bias: list[tuple[int, float]] = []
     ignore_eos: bool = False
+    allowed_token_ids: Ids = b""  # only these may be sampled; empty: all
+    bad_words: list[Ids] = []  # sequences that the output must not hold; of one id: never sampled
 
 
 class Grammar(Struct, frozen=True):
@@ -285,6 +290,8 @@ class Generate(Message, frozen=True):
     traceparent: str = ""
     hint: bytes = b""  # prefix hash chain
     vocabulary: str = ""  # digest of the sender's; an engine with another one refuses it
+    n_prompt_logprobs: int = -1  # of the prompt's ids but the first, as n_logprobs
+    tenant: bytes = b""  # who asks; tenants share what there is fairly
 
 
 class Accepted(Message, frozen=True):
@@ -305,6 +312,16 @@ class Attach(Message, frozen=True):
     from_pos: int
 
 
+class PromptLogprobs(Struct, frozen=True):
+    """Log-probabilities of consecutive ids of a prompt, each given the ids before it."""
+
+    first: int  # position of the first id, from 1 on
+    logprobs: bytes  # float32 [num_ids]
+    top_ids: Ids = b""  # int32 [num_ids, n_prompt_logprobs], best first
+    top_logprobs: bytes = b""  # float32 [num_ids, n_prompt_logprobs]
+    row: int = 0  # in a StepResult: the row of the step that computed them
+
+
 class TokenRow(Struct, frozen=True):
     """New output tokens of one request."""
 
@@ -315,6 +332,8 @@ class TokenRow(Struct, frozen=True):
     top_ids: Ids = b""  # int32 [num_ids, n_logprobs], best first
     top_logprobs: bytes = b""  # float32 [num_ids, n_logprobs]
     cached_tokens: int = 0  # prompt tokens served from the prefix cache, at pos 0
+    prompt: PromptLogprobs | None = None  # of the whole prompt, at pos 0, when asked for
+    fingerprint: str = ""  # of the engine (Capacity.fingerprint), at pos 0
 
 
 class TokenBatch(Message, frozen=True):
@@ -408,6 +427,16 @@ class Pause(Message, frozen=True):
 
 class Resume(Message, frozen=True):
     """operator -> scheduler: go on with the next numbered group step. Idempotent."""
+
+
+class FlushCache(Message, frozen=True):
+    """gateway -> tokenizer -> schedulers: forget every cached prefix that no request holds."""
+
+
+class SetLogLevel(Message, frozen=True):
+    """gateway -> tokenizer -> schedulers: what each logs, until its process ends."""
+
+    level: str  # debug, info, warning, error
 
 
 class Progress(Message, frozen=True):
@@ -517,6 +546,7 @@ class SlotInit(Struct, frozen=True):
     start: int = 0  # C at the start of the epoch: positions below are in cached blocks
     state_block: int = 0
     traceparent: str = ""  # of the request; its spans on the device go there
+    n_prompt_logprobs: int = -1
 
 
 class OpKind(IntEnum):
@@ -602,6 +632,7 @@ class StepResult(Message, frozen=True):
     ops_done: list[tuple[int, int]] = []  # (op_id, status)
     times: StepTimes = StepTimes()
     error: str = ""
+    prompt: list[PromptLogprobs] = []  # of rows that computed parts of a prompt
 
 
 class GpuDone(Message, frozen=True):
@@ -918,4 +949,6 @@ AnyMessage = (
     | BlockEvents
     | GetStoreStats
     | StoreStats
+    | FlushCache
+    | SetLogLevel
 )

@@ -41,7 +41,7 @@ REPLICA = m.ReplicaStats(
     1,
 )
 TRACE = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
-SAMPLING = m.SamplingParams(0.5, 40, 0.9, 0.05, 0.1, 0.2, 1.1, [(7, -2.5)], True)
+SAMPLING = m.SamplingParams(0.5, 40, 0.9, 0.05, 0.1, 0.2, 1.1, [(7, -2.5)], True, IDS, [IDS])
 GRAMMAR = m.Grammar("regex", "a+", IDS, b"\x09")
 IDENTITY = ("tokenizer", "tokenizer-0", b"\x01" * 8, (1, 0), "0.1.0", "cafe", 3, b"\x02", 16)
 STEP = m.SubmitStep(
@@ -51,7 +51,7 @@ STEP = m.SubmitStep(
     1,
     m.Descriptor(m.StepKind.MIXED, 128, 2, 0, 0, 0, 0, 1, m.GroupFlag.PAUSE),
     b"r" * 48,
-    [m.SlotInit(0, 1, 99, 1, IDS, 2, 64, 1, SAMPLING, 11, 0, IDS, GRAMMAR, 5, 128, 3, TRACE)],
+    [m.SlotInit(0, 1, 99, 1, IDS, 2, 64, 1, SAMPLING, 11, 0, IDS, GRAMMAR, 5, 128, 3, TRACE, 2)],
     b"b" * 20,
     [m.BlockOp(1, m.OpKind.COPY, m.Pool.STATE, 2, 3, True)],
     b"s" * 8,
@@ -79,7 +79,10 @@ GENERATE = m.Generate(
     TRACE,
     b"h",
     "ab" * 16,
+    2,
+    b"tenant",
 )
+PROMPT = m.PromptLogprobs(1, b"\x00" * 4, IDS, b"\x00" * 8, 1)
 COSTS = m.StepCosts(1_000_000, 20_000, 5_000, 9_000, [(32, 2_000_000), (64, 3_000_000)])
 CAPACITY = (
     *(1, 0, 256, 128, 64, 64, 8192, 8192, 64, 64, 128, 5),
@@ -107,7 +110,11 @@ EXAMPLES: tuple[m.AnyMessage, ...] = (
     GENERATE,
     m.Accepted(RID, 1, "scheduler-0", 128),
     m.Attach(RID, 1, "tokenizer-1", 3),
-    m.TokenBatch(7, 10**18, [m.TokenRow(RID, 0, IDS, b"\x00" * 8, IDS, b"\x00" * 8, 128)]),
+    m.TokenBatch(
+        7,
+        10**18,
+        [m.TokenRow(RID, 0, IDS, b"\x00" * 8, IDS, b"\x00" * 8, 128, PROMPT, "f00d")],
+    ),
     m.Ack([m.AckRow(RID, 4, True)]),
     m.StopAt(RID, 3),
     m.Abort(RID, 1),
@@ -134,6 +141,7 @@ EXAMPLES: tuple[m.AnyMessage, ...] = (
         [(1, 0)],
         m.StepTimes(1, 2, 3, 4, 5, 1),
         "",
+        [PROMPT],
     ),
     m.GpuDone(1, 0, (1 << 40) + 5, [(2, 0)]),
     m.Reset(2),
@@ -158,4 +166,6 @@ EXAMPLES: tuple[m.AnyMessage, ...] = (
     m.BlockEvents(True, [ITEM], [ITEM]),
     m.GetStoreStats(13),
     m.StoreStats(13, [("hits", 4)]),
+    m.FlushCache(),
+    m.SetLogLevel("debug"),
 )
