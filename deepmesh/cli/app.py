@@ -11,6 +11,7 @@ from deepmesh.cli.demo import demo
 from deepmesh.cli.doctor import doctor
 from deepmesh.cli.keys import keys
 from deepmesh.cli.model import inspect
+from deepmesh.cli.model_random import random
 from deepmesh.cli.pause import pause, resume
 from deepmesh.cli.serve import serve
 from deepmesh.cli.simulate import simulate
@@ -41,8 +42,9 @@ app.command(
     )
 )(bench)
 
-model = typer.Typer(help="Look at checkpoints.", no_args_is_help=True)
+model = typer.Typer(help="Look at checkpoints, or make one.", no_args_is_help=True)
 model.command()(inspect)
+model.command()(random)
 app.add_typer(model, name="model")
 
 

@@ -1,6 +1,7 @@
 """`deepmesh up`: the whole mesh on this machine, until Ctrl-C."""
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,6 +19,10 @@ def up(
     port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Port of the gateway; 0: any free one.")
     ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the checkpoint, instead of mesh.model.", show_default=False),
+    ] = None,
 ) -> None:
     """Start every service as a process, watch them, and print the address."""
     import logging
@@ -29,6 +34,7 @@ def up(
     from rich.logging import RichHandler
 
     from deepmesh.config import load_config
+    from deepmesh.errors import UserError
     from deepmesh.supervisor import Mesh
 
     console = Console()
@@ -38,6 +44,11 @@ def up(
     if port is not None:
         gateway = msgspec.structs.replace(settings.gateway, port=port)
         settings = msgspec.structs.replace(settings, gateway=gateway)
+    if model is not None:
+        if not (model / "config.json").is_file():
+            raise UserError(f"{model}: no config.json in it")
+        section = msgspec.structs.replace(settings.mesh, model=str(model.resolve()))
+        settings = msgspec.structs.replace(settings, mesh=section)
     mesh = Mesh(settings)
 
     def on_signal(_number: int, _frame: object) -> None:

@@ -52,10 +52,11 @@ def allowed(importer: str, imported: str) -> bool:
             return same or imported.startswith("deepmesh")
 
 
-# Two commands look into a service: `deepmesh model inspect` shows what the loader knows, and
-# `deepmesh simulate` runs the scheduler's simulator.
+# Three commands look into a service: `deepmesh model inspect` shows what the loader knows,
+# `deepmesh model random` writes what it reads, `deepmesh simulate` runs the scheduler's simulator.
 EXCEPTIONS = {
     ("deepmesh/cli/model.py", "services.executor.inspect"),
+    ("deepmesh/cli/model_random.py", "services.executor.random_model"),
     *(
         ("deepmesh/cli/simulate.py", f"services.scheduler.sim.{name}")
         for name in ("baselines", "picture", "requests", "simulate", "traffic", "workload_file")
