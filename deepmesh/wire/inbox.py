@@ -5,6 +5,7 @@ import contextlib
 import math
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -14,6 +15,7 @@ from deepmesh.wire.link import LinkEvent
 from deepmesh.wire.sockets import Dialer, Listener
 
 Endpoint = Listener | Dialer
+SLICE_S = 0.01  # of an asyncio loop that one endpoint's mail takes, before others have their turn
 
 
 class Inbox:
@@ -88,7 +90,7 @@ class AsyncInbox:
     """Feeds link events of endpoints to a callback on an asyncio loop.
 
     What the callback raises reaches the loop's exception handler; the events behind it are
-    delivered all the same.
+    delivered all the same. However much mail one endpoint has, the loop goes on in between.
     """
 
     def __init__(self, on_event: Callable[[Endpoint, LinkEvent], None]) -> None:
@@ -160,11 +162,14 @@ class AsyncInbox:
         backlog.extend(endpoint.receive())
         if id(endpoint) not in self._readers:  # it closed its sockets and dialled again
             self._attach(endpoint)
+        until_s = time.monotonic() + SLICE_S
         try:
             while backlog:
                 self._on_event(endpoint, backlog.popleft())
+                if time.monotonic() >= until_s:
+                    break
         finally:
-            if backlog:  # the callback raised
+            if backlog:  # its time is over, or the callback raised
                 self._soon(endpoint)
 
     def _tick(self) -> None:

@@ -34,7 +34,7 @@ __all__ = ["Dialer", "Identity", "LinkEvent", "Listener", "Mail", "Peer", "PeerD
 
 _log = logging.getLogger(__name__)
 _MAX_MESSAGE_BYTES = 1 << 28
-_COPY_BELOW = 1 << 16  # bytes of a frame: below, a copy costs less than sharing its memory
+_COPY_BELOW = 1 << 18  # bytes of a frame: below, a copy costs less than sharing its memory
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # plain ints: 128 sends a step
 
 

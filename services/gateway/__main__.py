@@ -1,6 +1,7 @@
 """`python -m services.gateway --config mesh.toml`: one gateway process."""
 
 import argparse
+import gc
 import logging
 import signal
 import sys
@@ -33,6 +34,8 @@ def main() -> int:
     except (ConfigError, BindError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
+    gc.collect()
+    gc.freeze()  # what is there now stays: no later collection looks at it
     uvloop.run(gateway.run())
     return 0
 

@@ -26,7 +26,8 @@ from services.gateway.auth import Keys, tenant_salt
 from services.gateway.errors import CODE_NAME, HTTP_STATUS, ProblemError
 from services.gateway.limits import BodyReader, ClientGoneError, Gate
 from services.gateway.metrics import Metrics, RequestTimer
-from services.gateway.protocol import ABORT
+from services.gateway.protocol import ABORT, PIECE
+from services.gateway.quotas import Quotas
 from services.gateway.relay import CLIENT_GONE, Relay, send_problem
 from services.gateway.stream import Stream
 from services.gateway.streams import Streams
@@ -137,7 +138,13 @@ class Forward:
     ) -> None:
         arrival: Arrival = scope["arrival"]
         relay = Relay(
-            self._edge.streams, stream, arrival, send, on_write=timer.wrote, abort=scope[ABORT]
+            self._edge.streams,
+            stream,
+            arrival,
+            send,
+            on_write=timer.wrote,
+            abort=scope[ABORT],
+            piece=scope.pop(PIECE),  # it refers to what holds the scope
         )
         try:
             await relay.run(receive)

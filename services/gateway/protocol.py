@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 import struct
+from collections.abc import Callable
 
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -11,8 +12,29 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 MAX_HEADER_BYTES = 64 << 10
 MAX_PIPELINED = 8  # requests behind the one that runs; beyond it the connection is not read
 ABORT = "deepmesh.abort"  # key in the scope: cuts the connection, unsent bytes are lost
+PIECE = "deepmesh.piece"  # key in the scope: see `piece_writer`
 _NO_LINGER = struct.pack("ii", 1, 0)
 _VANISHED_S = 60  # a host that acknowledges nothing for so long is gone
+
+
+def piece_writer(cycle: RequestResponseCycle) -> Callable[[bytes], bool]:
+    """Writes pieces of an answer past the layers of the application, which cost as much as the
+    write itself. It says False, and writes nothing, where `send` would wait or do more: before
+    the headers, behind the end, to a full socket or to a client that is gone."""
+
+    def write(data: bytes) -> bool:
+        if (
+            not cycle.chunked_encoding
+            or cycle.flow.write_paused
+            or cycle.disconnected
+            or cycle.response_complete
+            or cycle.transport.is_closing()
+        ):
+            return False
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
+    return write
 
 
 class EdgeProtocol(HttpToolsProtocol):
@@ -78,6 +100,7 @@ class EdgeProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
+        cycle.scope[PIECE] = piece_writer(cycle)  # type: ignore[typeddict-unknown-key]
         super()._start_asgi_task(cycle, app)
 
     def _arm(self) -> None:

@@ -9,7 +9,7 @@ from deepmesh.wire.messages import ResponseFailed, ResponseFinished
 from services.gateway import errors
 from services.gateway.arrival import Arrival
 from services.gateway.errors import Problem
-from services.gateway.stream import Stream
+from services.gateway.stream import WRITE_BYTES, Stream
 from services.gateway.streams import Streams
 
 CLIENT_GONE = 499  # nginx's status for it; only in metrics and traces
@@ -65,13 +65,16 @@ class Relay:
         *,
         on_write: OnWrite,
         abort: Callable[[], None],
+        piece: Callable[[bytes], bool],
     ) -> None:
+        """`abort`, `piece`: see `protocol.py`."""
         self._streams = streams
         self._stream = stream
         self._arrival = arrival
         self._send = send
         self._on_write = on_write
         self._abort = abort
+        self._piece = piece
         self._is_messages = stream.protocol == "messages"
 
     async def run(self, receive: Receive) -> None:
@@ -127,7 +130,21 @@ class Relay:
             elif stream.is_ping_due:
                 await self._write(_MESSAGES_PING if self._is_messages else _PING, is_last=False)
             else:
-                await stream.changed()
+                stream.pipe = self._pipe
+                try:
+                    await stream.changed()
+                finally:
+                    stream.pipe = None
+
+    def _pipe(self, events: list[bytes]) -> bool:
+        """Write events as they come in, without waking this task: see `Stream.pipe`."""
+        data = events[0] if len(events) == 1 else b"".join(events)
+        if len(data) > WRITE_BYTES or not self._piece(data):
+            return False
+        self._streams.end_write(self._stream)
+        self._streams.taken(self._stream, len(events))
+        self._on_write(self._stream.wrote_at, len(events))
+        return True
 
     async def _write(self, data: bytes, *, is_last: bool) -> None:
         await self._put({"type": "http.response.body", "body": data, "more_body": not is_last})

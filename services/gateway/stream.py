@@ -1,6 +1,7 @@
 """The state of one forwarded request, shared by the links' side and the client's side."""
 
 import asyncio
+from collections.abc import Callable
 
 import msgspec
 
@@ -53,6 +54,8 @@ class Stream:
         self.wrote_at = now
         self.write_began_at = 0.0  # 0: no write in progress
         self.writer: asyncio.Task[None] | None = None
+        # Takes events on their way in, while the writer waits for some; False: buffer them.
+        self.pipe: Callable[[list[bytes]], bool] | None = None
         self.placed_ns = 0
         self.admitted_ns = 0
         self.first_event_ns = 0

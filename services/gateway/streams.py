@@ -86,7 +86,7 @@ class Streams:
         stream.write_began_at = self._clock()
 
     def end_write(self, stream: Stream) -> None:
-        """The socket has accepted it."""
+        """The socket has accepted it, or a piece that needed no wait."""
         stream.write_began_at = 0.0
         stream.wrote_at = self._clock()
         stream.is_ping_due = False
@@ -104,8 +104,9 @@ class Streams:
         """Mail from a tokenizer, or a link that came or went."""
         match event:
             case Mail(message=DeltaBatch(deltas=deltas)):
+                now = self._clock()
                 for delta in deltas:
-                    self._take_delta(event, delta)
+                    self._take_delta(event, delta, now)
             case Mail(message=ResponseFinished() | ResponseFailed() as end):
                 self._take_end(event, end)
             case PeerUp(peer=peer):
@@ -209,7 +210,7 @@ class Streams:
         stream = self._open.get(rid)
         return stream if stream is not None and stream.placed == mail.peer.key else None
 
-    def _take_delta(self, mail: Mail, delta: Delta) -> None:
+    def _take_delta(self, mail: Mail, delta: Delta, now: float) -> None:
         stream = self._find(mail, delta.rid)
         if stream is None:
             self.num_stray_messages += 1
@@ -220,13 +221,13 @@ class Streams:
             stream.is_admitted = True
             stream.admitted_ns = mail.received_ns
             self._hop(mail, stream)
-        self._take_events(mail, stream, delta.first_event, delta.events)
+        self._take_events(mail, stream, delta.first_event, delta.events, now)
 
     def _take_events(
-        self, mail: Mail, stream: Stream, first_event: int, events: list[bytes]
+        self, mail: Mail, stream: Stream, first_event: int, events: list[bytes], now: float
     ) -> None:
-        """Append what is new; ends the stream when that cannot be."""
-        stream.progress_at = self._clock()
+        """Pass on what is new, or append it; ends the stream when that cannot be."""
+        stream.progress_at = now
         stream.has_moved = True
         num_known = stream.num_received - first_event
         if num_known < 0 and events:
@@ -240,6 +241,8 @@ class Streams:
                 stream.is_admitted = True
                 self._hop(mail, stream)
             stream.num_received += len(fresh)
+            if stream.pipe is not None and not stream.events and stream.pipe(fresh):
+                return
             stream.events += fresh
             stream.buffered_bytes += sum(map(len, fresh))
         limits = self._limits
@@ -258,7 +261,8 @@ class Streams:
         self._hop(mail, stream)
         stream.ended_ns = mail.received_ns
         if isinstance(end, ResponseFinished) and end.events:
-            self._take_events(mail, stream, end.first_event, end.events)
+            stream.pipe = None  # they leave in one write with the end itself
+            self._take_events(mail, stream, end.first_event, end.events, self._clock())
         if stream.end is None:
             self._end(stream, end)
 

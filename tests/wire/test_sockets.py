@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import msgpack
 import pytest
@@ -14,9 +15,9 @@ import zmq
 from deepmesh.config import LinksConfig
 from deepmesh.wire import codec
 from deepmesh.wire import messages as m
-from deepmesh.wire.inbox import AsyncInbox, Inbox
+from deepmesh.wire.inbox import SLICE_S, AsyncInbox, Inbox
 from deepmesh.wire.link import LinkEvent
-from deepmesh.wire.sockets import Dialer, Identity, Listener, Mail, PeerDown, PeerUp
+from deepmesh.wire.sockets import Dialer, Identity, Listener, Mail, Peer, PeerDown, PeerUp
 
 LINKS = LinksConfig(heartbeat_s=0.05, timeout_s=0.5)
 RID = b"r" * 16
@@ -377,6 +378,51 @@ def test_a_tick_that_raises_is_followed_by_another() -> None:
         return broken.num_calls
 
     assert asyncio.run(scenario()) >= 4
+
+
+def test_much_mail_of_one_endpoint_leaves_others_their_turn() -> None:
+    peer = Peer("scheduler", "s", "key", b"i")
+
+    class Full:
+        patience_s = 1.0
+        sockets = ()
+        generation = 0
+        after_send = before_close = None
+        mail: ClassVar[list[LinkEvent]] = [
+            Mail(peer, m.Credit(RID, number), [], 0, 0) for number in range(50)
+        ]
+
+        def receive(self) -> list[LinkEvent]:
+            taken, self.mail = self.mail, []  # type: ignore[misc]
+            return taken
+
+        def close(self) -> None:
+            pass
+
+    async def scenario() -> tuple[list[int], list[int]]:
+        got: list[int] = []
+        seen: list[int] = []  # mail delivered so far, at each turn of somebody else
+
+        def on_event(endpoint: Listener | Dialer, event: LinkEvent) -> None:
+            assert isinstance(event, Mail)
+            assert isinstance(event.message, m.Credit)
+            got.append(event.message.num_events)
+            until = time.monotonic() + SLICE_S / 4
+            while time.monotonic() < until:
+                pass
+
+        inbox = AsyncInbox(on_event)
+        inbox.add(Full())  # type: ignore[arg-type]
+        inbox.start(asyncio.get_running_loop())
+        while len(got) < 50:
+            await asyncio.sleep(0)
+            seen.append(len(got))
+        inbox.close()
+        return got, seen
+
+    got, seen = asyncio.run(scenario())
+    assert got == list(range(50))
+    assert len([count for count in set(seen) if 0 < count < 50]) >= 5
 
 
 def test_asyncio_side_sees_every_message_and_a_restart(tmp_path: Path) -> None:
