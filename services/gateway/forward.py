@@ -27,7 +27,6 @@ from services.gateway.errors import CODE_NAME, HTTP_STATUS, ProblemError
 from services.gateway.limits import BodyReader, ClientGoneError, Gate
 from services.gateway.metrics import Metrics, RequestTimer
 from services.gateway.protocol import ABORT, PIECE
-from services.gateway.quotas import Quotas
 from services.gateway.relay import CLIENT_GONE, Relay, send_problem
 from services.gateway.stream import Stream
 from services.gateway.streams import Streams
