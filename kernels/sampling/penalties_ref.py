@@ -1,25 +1,28 @@
-"""What `apply_penalties` means, one logit at a time."""
+"""What `apply_penalties` means, one id at a time."""
 
-import torch
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 
 def apply_penalties_ref(
     logits: Tensor,
     *,
-    output_counts: Tensor,
-    in_prompt: Tensor,
+    tokens: Sequence[NDArray[np.int32]],
+    prompt_lens: Sequence[int],
     presence: Tensor,
     frequency: Tensor,
     repetition: Tensor,
-) -> Tensor:
+) -> None:
     """See `apply_penalties`."""
-    result = logits.clone()
     for row in range(logits.shape[0]):
-        for i in range(logits.shape[1]):
-            value, count = result[row, i], output_counts[row, i]
-            if in_prompt[row, i] or count > 0:
-                value = value / repetition[row] if value > 0 else value * repetition[row]
+        ids, prompt_len = tokens[row].tolist(), prompt_lens[row]
+        counts = Counter(ids[prompt_len:])
+        for i in {*ids}:
+            value, count = logits[row, i], counts[i]
+            value = value / repetition[row] if value > 0 else value * repetition[row]
             value = value - frequency[row] * count
-            result[row, i] = value - presence[row] * (count > 0).to(torch.float32)
-    return result
+            logits[row, i] = value - presence[row] * float(count > 0)

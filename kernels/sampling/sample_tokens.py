@@ -1,28 +1,18 @@
 """Draws one token per row: filters, then the maximum of logits plus scaled Gumbel noise."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
-import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.sampling.gumbel_noise import gumbel_noise
+from kernels import native
+from kernels.sampling.draws import Draws
 from kernels.sampling.philox import PURPOSE_SAMPLE
+from kernels.sampling.sample_tokens_torch import sample_tokens_torch
 
-CHUNK_ROWS = 16  # keeps what is made on the way in the cache
+__all__ = ["Draws", "sample_tokens"]
 
-
-class Draws(NamedTuple):
-    """One value per row, each [rows]."""
-
-    temperature: Tensor  # float32, >= 0; 0 takes the largest logit
-    top_k: Tensor  # int64; 0 is off
-    top_p: Tensor  # float32, 0 < p <= 1; 1 is off
-    min_p: Tensor  # float32, 0 <= p <= 1; 0 is off
-    seed: Tensor  # int64
-    sub_index: Tensor  # int64
-    position: Tensor  # int64, absolute position of the token that is drawn
+_A, _N = native.ADDRESS, native.COUNT
+_sample = native.lazy("sampling", "sample_tokens", (_A, _N, _N, *[_A] * 7, _N, _A, _N))
+_TYPES = (torch.float32, torch.int64, torch.float32, torch.float32, *[torch.int64] * 3)
 
 
 def sample_tokens(logits: Tensor, draws: Draws) -> Tensor:
@@ -38,19 +28,25 @@ def sample_tokens(logits: Tensor, draws: Draws) -> Tensor:
         logits: [rows, num_ids], float32, no NaN; -inf bans an id.
         draws: parameters by row.
     Returns:
-        ids: [rows], int64. A row's id depends on that row alone.
-    Error against sample_tokens_ref: ids equal, unless a filter's sum is within 1e-12 of its bound.
+        ids: [rows], int64; 0 where all ids are banned. A row's id depends on that row alone.
+    Error against sample_tokens_ref: ids equal, unless a filter's sum is within 1e-12 of its bound
+    or min_p is below 1e-17.
     """
     _check(logits, draws)
-    scores = logits.clone()
-    hot = draws.temperature > 0
-    filtered = hot & ((draws.top_k > 0) | (draws.top_p < 1) | (draws.min_p > 0))
-    for rows in _chunks(filtered):
-        scores[rows] = _filter(logits[rows], Draws(*(values[rows] for values in draws)))
-    for rows in _chunks(hot):
-        noise = _noise(Draws(*(values[rows] for values in draws)), logits.shape[1])
-        scores[rows] += noise.to(logits.device) * draws.temperature[rows, None]
-    return scores.argmax(dim=1)  # the first of equals
+    if logits.is_cuda or native.library("sampling") is None:
+        return sample_tokens_torch(logits, draws)
+    logits = logits.contiguous()
+    parts = [values.to(dtype).contiguous() for values, dtype in zip(draws, _TYPES, strict=True)]
+    ids = torch.empty(logits.shape[0], dtype=torch.int64)
+    _sample(
+        logits.data_ptr(),
+        *logits.shape,
+        *[part.data_ptr() for part in parts],
+        PURPOSE_SAMPLE,
+        ids.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return ids
 
 
 def _check(logits: Tensor, draws: Draws) -> None:
@@ -61,51 +57,3 @@ def _check(logits: Tensor, draws: Draws) -> None:
     for name, values in draws._asdict().items():
         if values.shape != logits.shape[:1]:
             raise ValueError(f"draws.{name}: {list(values.shape)} for {logits.shape[0]} rows")
-
-
-def _chunks(chosen: Tensor) -> Sequence[Tensor]:
-    rows = torch.nonzero(chosen).flatten()
-    return rows.split(CHUNK_ROWS) if len(rows) else ()
-
-
-def _noise(draws: Draws, num_ids: int) -> Tensor:
-    keys = zip(draws.seed.tolist(), draws.sub_index.tolist(), draws.position.tolist(), strict=True)
-    return torch.stack(
-        [
-            gumbel_noise(seed, sub_index, position=position, purpose=PURPOSE_SAMPLE, num=num_ids)
-            for seed, sub_index, position in keys
-        ]
-    )
-
-
-def _filter(logits: Tensor, draws: Draws) -> Tensor:
-    """The logits with -inf for all ids that the row's filters drop."""
-    best = logits.amax(dim=1, keepdim=True)
-    ranked = _descending(logits)
-    weights = ((ranked - best).double() / draws.temperature[:, None]).exp()  # the best weighs 1
-    rank = torch.arange(logits.shape[1], device=logits.device)
-    top_k = torch.where(draws.top_k > 0, draws.top_k, logits.shape[1])[:, None]
-    weights = weights.masked_fill((weights < draws.min_p[:, None]) | (rank >= top_k), 0.0)
-    mass = weights.cumsum(dim=1)
-    bound = draws.top_p[:, None].double() * mass[:, -1:]
-    reaching = (mass < bound).sum(dim=1, keepdim=True) + 1  # the smallest set that reaches it
-    left = (weights > 0).sum(dim=1, keepdim=True)
-    return _keep_best(logits, ranked, torch.where(draws.top_p[:, None] < 1, reaching, left))
-
-
-def _descending(logits: Tensor) -> Tensor:
-    """Each row sorted; on the CPU by numpy, 10 to 50 times as fast as torch there."""
-    if logits.is_cuda:
-        return logits.sort(dim=1, descending=True).values
-    return torch.from_numpy(-np.sort(-logits.numpy(), axis=1))
-
-
-def _keep_best(logits: Tensor, ranked: Tensor, count: Tensor) -> Tensor:
-    """Keep the `count` [rows, 1] best ids of each row; the lower ids of those that tie."""
-    last = ranked.gather(1, (count - 1).clamp(max=logits.shape[1] - 1))
-    above, level = logits > last, logits == last
-    room = count - above.sum(dim=1, keepdim=True)
-    tied = torch.nonzero((level.sum(dim=1, keepdim=True) > room)[:, 0]).flatten()
-    if len(tied):
-        level[tied] &= level[tied].cumsum(dim=1) <= room[tied]
-    return logits.masked_fill(~(above | level), float("-inf"))

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from kernels.sampling.draws import Draws
 from kernels.sampling.gumbel_noise_ref import gumbel_noise_ref
 from kernels.sampling.philox import PURPOSE_SAMPLE
-from kernels.sampling.sample_tokens import Draws
 
 
 def sample_tokens_ref(logits: Tensor, draws: Draws) -> Tensor:

@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from deepmesh.wire.messages import BlockOp, Capacity, GpuDone, Load, Pool, StepResult, SubmitStep
+from deepmesh.wire.messages import (
+    BlockOp,
+    Capacity,
+    GpuDone,
+    Load,
+    Pool,
+    PromptLogprobs,
+    StepResult,
+    SubmitStep,
+)
 from services.executor.device_clock import DeviceClock
 from services.executor.kv_copy import BlockCopy, Bytes
 
@@ -72,7 +81,7 @@ class Sampled(NamedTuple):
     """
 
     tokens: NDArray[np.int32]
-    finite: NDArray[np.bool_]  # the logits were; if not, the request ends
+    finite: NDArray[np.bool_]  # the logits were, and left an id to sample; else the request ends
     logprobs: NDArray[np.float32]
     top_ids: Sequence[NDArray[np.int32]]  # as many as the row's n_logprobs
     top_logprobs: Sequence[NDArray[np.float32]]
@@ -81,6 +90,7 @@ class Sampled(NamedTuple):
     # that missed its mask, GRAMMAR, GRAMMAR_ERROR
     reasons: NDArray[np.uint8] | None = None
     confidence: bytes = b""  # StepResult.confidence
+    prompt: Sequence[PromptLogprobs] = ()  # StepResult.prompt
 
 
 class Engine(Protocol):

@@ -5,7 +5,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from deepmesh.wire.messages import BlockOp, StepResult, StepStatus, StepTimes, SubmitStep
+from deepmesh.wire.messages import (
+    BlockOp,
+    PromptLogprobs,
+    StepResult,
+    StepStatus,
+    StepTimes,
+    SubmitStep,
+)
 from deepmesh.wire.packed import pack_ids
 from services.executor.interface import LiveRows, Sampled
 
@@ -19,6 +26,7 @@ class Outcome:
         self.rows, self.ops, self.error = rows, ops, error
         self.begin_ns = self.end_ns = 0
         self._tokens = np.zeros(0, np.int32)
+        self._prompt: list[PromptLogprobs] = []
         self._logprobs = self._top_ids = self._top_logprobs = self._confidence = b""
 
     def add_tokens(self, live: LiveRows, sampled: Sampled, *, with_logprobs: bool) -> None:
@@ -30,6 +38,7 @@ class Outcome:
         kept = np.flatnonzero(place < np.repeat(took, given))  # what follows a stop is not sent
         self._tokens = sampled.tokens[kept]
         self._confidence = sampled.confidence
+        self._prompt = list(sampled.prompt)
         if with_logprobs and len(kept):
             self._logprobs = sampled.logprobs[kept].astype("<f4").tobytes()
             tops = [(sampled.top_ids[i], sampled.top_logprobs[i]) for i in kept.tolist()]
@@ -60,4 +69,5 @@ class Outcome:
             ops_done=ops_done,
             times=times,
             error=self.error,
+            prompt=self._prompt,
         )

@@ -21,6 +21,7 @@ from deepmesh.wire.messages import (
 from deepmesh.wire.packed import RESULT, unpack_ids
 from services.executor.interface import LiveRows, Sampled
 from services.executor.row_checks import check_owners, check_rows
+from services.executor.sample_row import SampleRow, SampleSettings
 
 UNWRITTEN = -1  # in token and block tables: reading it is a bug that `resolve` names
 PAGED = (Pool.GLOBAL, Pool.WINDOW)
@@ -66,12 +67,15 @@ class SlotTable:
         self.state_block = np.zeros(num, np.int32)
         self.checked_blocks = np.zeros(num, np.int64)  # leading entries of GLOBAL known to be there
         self.num_logprobs = np.full(num, -1, np.int64)  # as SlotInit.n_logprobs
+        self.num_prompt_logprobs = np.full(num, -1, np.int64)
+        self.prompt_len = np.zeros(num, np.int64)
         self.is_stop = np.zeros(capacity.vocab_size, bool)  # ids that end some request, now or ever
         # filled when a slot is opened, and only as far as its request can get: a table for a
         # million positions costs no memory before
         self.tokens = np.empty((num, max_len), np.int32)
         self.tables = {pool: np.empty((num, num_blocks), np.int32) for pool in PAGED}
         self.requests: list[Request | None] = [None] * num
+        self._settings: list[SampleSettings | None] = [None] * num
         self._cancel_rid = np.zeros(num, np.uint64)  # rows of (rid, epoch) are null rows
         self._cancel_epoch = np.full(num, 0xFFFFFFFF, np.uint32)
 
@@ -85,6 +89,16 @@ class SlotTable:
         request = self.requests[slot]
         assert request is not None, f"slot {slot} is empty"
         return request
+
+    def sample_row(self, slot: int, mask: NDArray[np.int32] | None = None) -> SampleRow:
+        """What the sampler needs to draw the next token of the request in a slot."""
+        init, stop_ids = self.request(slot)
+        settings = self._settings[slot]
+        if settings is None:
+            settings = self._settings[slot] = SampleSettings.of(init, stop_ids)
+        return SampleRow(
+            init, stop_ids, self.tokens[slot, : int(self.total_len[slot])], mask, settings
+        )
 
     # ------------------------------------------------------------ changes that steps bring
 
@@ -110,6 +124,8 @@ class SlotTable:
         self.kv_len[slot], self.total_len[slot] = init.start, len(ids)
         self.max_len[slot], self.state_block[slot] = init.max_len, init.state_block
         self.producer_step[slot], self.num_logprobs[slot] = 0, init.n_logprobs
+        self.num_prompt_logprobs[slot] = init.n_prompt_logprobs
+        self.prompt_len[slot] = init.prompt_len
         self.checked_blocks[slot] = 0
         self.tokens[slot, : init.max_len] = UNWRITTEN
         self.tokens[slot, : len(ids)] = ids
@@ -118,6 +134,7 @@ class SlotTable:
         stop_ids = unpack_ids(init.stop_ids)
         self.is_stop[stop_ids[stop_ids < self.capacity.vocab_size]] = True
         self.requests[slot] = Request(init, frozenset(stop_ids.tolist()))
+        self._settings[slot] = None
 
     def close(self, closed: NDArray[np.void]) -> None:
         """Slots are free again (packed.SLOT)."""
@@ -216,7 +233,7 @@ class SlotTable:
             new = sampled.tokens[first[i] : first[i] + took[i]].tolist()
             took[i], ends[i] = self._take(int(live.slots[i]), new, DoneReason(int(ends[i])))
         # the last position of a row that gave nothing is computed again, its drafts are lost
-        null = _NULL[ends]
+        null = _NULL[ends] | ((ends == DoneReason.GRAMMAR) & (took == 0))
         self.kv_len[live.slots] += np.where(live.drafted, took, live.counts - null)
         self.producer_step[live.slots] = step_id
         self.done[live.slots] = (ends != DoneReason.NONE) & (ends != DoneReason.NULL)

@@ -1,22 +1,40 @@
 """Sampling kernels against their references, and what users of sampling rely on."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from kernels import native
+from kernels.sampling.finite_rows import finite_rows
 from kernels.sampling.gumbel_noise import gumbel_noise
 from kernels.sampling.gumbel_noise_ref import gumbel_noise_ref
+from kernels.sampling.masks import apply_masks
+from kernels.sampling.masks_ref import apply_masks_ref
 from kernels.sampling.penalties import apply_penalties
 from kernels.sampling.penalties_ref import apply_penalties_ref
 from kernels.sampling.philox import PURPOSE_SAMPLE, philox_bits
 from kernels.sampling.philox_ref import philox_bits_ref, philox_block
 from kernels.sampling.sample_tokens import Draws, sample_tokens
 from kernels.sampling.sample_tokens_ref import sample_tokens_ref
+from kernels.sampling.sample_tokens_torch import sample_tokens_torch
 from kernels.sampling.token_logprobs import token_logprobs
 from kernels.sampling.token_logprobs_ref import token_logprobs_ref
 
 VOCAB = 700
+LEVELS = ("avx512", "avx2", "scalar")
+# 99.9 % points of chi-square, by degrees of freedom
+CRITICAL = (0, 10.8, 13.8, 16.3, 18.5, 20.5, 22.5, 24.3, 26.1, 27.9, 29.6, 31.3)
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def best_kernels() -> Iterator[None]:
+    yield
+    native.use()
 
 
 def draws(rows: int, **values: object) -> Draws:
@@ -184,8 +202,7 @@ def test_draws_follow_the_distribution(values: dict[str, float], kept: int | Non
     expected = np.where(keep, weights, 0) / weights[keep].sum()
     assert kept is None or keep.sum() == kept
     ids = sample_tokens(logits.expand(num, 8), draws(num, **values))
-    # 99.9 % point of chi-square with 7 degrees of freedom; seeds are fixed
-    assert chi_square(ids, expected) < 24.3
+    assert chi_square(ids, expected) < CRITICAL[7]  # seeds are fixed
 
 
 def test_successive_positions_and_seeds_are_uncorrelated() -> None:
@@ -197,31 +214,56 @@ def test_successive_positions_and_seeds_are_uncorrelated() -> None:
         assert float((pairs**2 / (4095 / 4)).sum()) < 16.3  # 99.9 %, 3 degrees of freedom
 
 
-def test_penalties_are_those_of_the_reference() -> None:
-    logits = some_logits(3, vocab=11)
-    generator = torch.Generator().manual_seed(5)
-    values = {
-        "output_counts": torch.randint(0, 3, (3, 11), generator=generator, dtype=torch.int32),
-        "in_prompt": torch.rand(3, 11, generator=generator) < 0.3,
-        "presence": torch.tensor([0.0, 0.5, -1.0]),
-        "frequency": torch.tensor([0.0, 0.25, 2.0]),
-        "repetition": torch.tensor([1.0, 1.3, 0.7]),
+def some_penalties(rows: int, vocab: int) -> dict[str, object]:
+    draw = np.random.default_rng(5)
+    return {
+        "tokens": [draw.integers(0, vocab, 3 + 5 * i).astype(np.int32) for i in range(rows)],
+        "prompt_lens": [2 * i for i in range(rows)],
+        "presence": torch.tensor([(0.0, 0.5, -1.0)[i % 3] for i in range(rows)]),
+        "frequency": torch.tensor([(0.0, 0.25, 2.0)[i // 2 % 3] for i in range(rows)]),
+        "repetition": torch.tensor([(1.0, 1.3, 0.7)[i // 3 % 3] for i in range(rows)]),
     }
-    assert torch.equal(apply_penalties(logits, **values), apply_penalties_ref(logits, **values))
+
+
+def test_penalties_are_those_of_the_reference() -> None:
+    values = some_penalties(9, 11)
+    logits, expected = some_logits(9, vocab=11), some_logits(9, vocab=11)
+    apply_penalties(logits, **values)
+    apply_penalties_ref(expected, **values)
+    assert torch.equal(logits, expected)
+    assert not torch.equal(logits, some_logits(9, vocab=11))
 
 
 def test_neutral_penalties_change_nothing() -> None:
     logits = some_logits(1, vocab=11)
-    counts = torch.ones(1, 11, dtype=torch.int32)
-    after = apply_penalties(
+    apply_penalties(
         logits,
-        output_counts=counts,
-        in_prompt=counts > 0,
+        tokens=[np.arange(11, dtype=np.int32)],
+        prompt_lens=[5],
         presence=torch.zeros(1),
         frequency=torch.zeros(1),
         repetition=torch.ones(1),
     )
-    assert torch.equal(after, logits)
+    assert torch.equal(logits, some_logits(1, vocab=11))
+
+
+@pytest.mark.parametrize("vocab", [1, 15, 16, 33, 700])
+def test_masks_are_those_of_the_reference(vocab: int) -> None:
+    words = -(-vocab // 32) + 1
+    masks = torch.randint(-(2**31), 2**31, (6, words), dtype=torch.int32)
+    logits, expected = some_logits(6, vocab=vocab), some_logits(6, vocab=vocab)
+    apply_masks(logits, masks)
+    apply_masks_ref(expected, masks)
+    assert torch.equal(logits, expected)
+    assert int(masks[0, 0]) & 1 == int(logits[0, 0] > float("-inf"))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("at", [0, 15, 16, 698, 699])
+def test_a_row_with_a_number_that_is_none_is_found(bad: float, at: int) -> None:
+    logits = some_logits(3)
+    logits[1, at] = bad
+    assert finite_rows(logits).tolist() == [True, False, True]
 
 
 def test_logprobs_are_those_of_the_reference() -> None:
@@ -242,12 +284,62 @@ def test_wrong_shapes_are_refused_by_name() -> None:
         sample_tokens(torch.zeros(2, 4), draws(3))
     with pytest.raises(ValueError, match="num_top"):
         token_logprobs(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64), 5)
-    with pytest.raises(ValueError, match="output_counts"):
+    with pytest.raises(ValueError, match="tokens"):
         apply_penalties(
             torch.zeros(1, 4),
-            output_counts=torch.zeros(1, 3, dtype=torch.int32),
-            in_prompt=torch.zeros(1, 4, dtype=torch.bool),
+            tokens=[],
+            prompt_lens=[],
             presence=torch.zeros(1),
             frequency=torch.zeros(1),
             repetition=torch.ones(1),
         )
+    with pytest.raises(ValueError, match="masks"):
+        apply_masks(torch.zeros(1, 40), torch.zeros(1, 1, dtype=torch.int32))
+
+
+# ---------------------------------------------------------------- native kernels
+
+
+def everything(vocab: int, rows: int = 24) -> list[Tensor]:
+    logits, values = some_logits(rows, vocab=vocab, seed=9), some_penalties(rows, vocab)
+    ids = sample_tokens(logits, mixed_draws(rows))
+    found = [ids, *token_logprobs(logits, ids, min(20, vocab)), finite_rows(logits)]
+    apply_penalties(logits, **values)
+    return [*found, logits, sample_tokens(logits, mixed_draws(rows))]
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 16, 4096, 129_280])
+def test_all_instruction_levels_give_the_same_bits(vocab: int) -> None:
+    native.use("scalar")
+    expected = everything(vocab)
+    for level in set(LEVELS) & set(native.supported_levels()):
+        native.use(level)
+        for ours, theirs in zip(everything(vocab), expected, strict=True):
+            assert torch.equal(ours, theirs), level
+
+
+@pytest.mark.parametrize("vocab", [3, 700, 4096, 129_280])
+@pytest.mark.parametrize("scale", [0.1, 3.0, 20.0])
+def test_ids_are_those_of_torch_for_any_vocabulary(vocab: int, scale: float) -> None:
+    logits = some_logits(32, vocab=vocab, seed=8, scale=scale)
+    logits[:, : vocab // 3] = float("-inf")
+    logits[5] = logits[5].round()  # ties everywhere
+    logits[6] = 1.5
+    rows = mixed_draws(32)
+    assert sample_tokens(logits, rows).tolist() == sample_tokens_torch(logits, rows).tolist()
+
+
+def test_ids_do_not_depend_on_the_number_of_threads() -> None:
+    logits, rows = some_logits(24, vocab=4096), mixed_draws(24)
+    alone = sample_tokens(logits, rows)
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(sample_tokens(logits, rows), alone)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_a_row_that_bans_everything_gives_id_0() -> None:
+    logits = torch.full((3, VOCAB), float("-inf"))
+    rows = draws(3, temperature=[0.0, 1.0, 1.0], top_p=[1.0, 1.0, 0.5])
+    assert sample_tokens(logits, rows).tolist() == [0, 0, 0]
