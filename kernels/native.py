@@ -31,18 +31,18 @@ FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread"),
     *("-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"),
 )
-LEVELS: dict[str, tuple[str, ...]] = {
-    "avx512": (
-        *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
-        "-mprefer-vector-width=512",
-    ),
-    "avx2": ("-mavx2", "-mfma"),
+_AVX2 = ("avx2", "fma", "f16c")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
+_NEEDS: dict[str, tuple[str, ...]] = {  # as /proc/cpuinfo calls them; best first
+    "amx": (*_AVX512, "amx_tile", "amx_bf16"),
+    "avx512": _AVX512,
+    "avx2": _AVX2,
     "scalar": (),
 }
-_NEEDS = {
-    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"},
-    "avx2": {"avx2", "fma"},
-    "scalar": set[str](),
+LEVELS: dict[str, tuple[str, ...]] = {
+    level: tuple(f"-m{need.replace('_', '-')}" for need in needs)
+    + (("-mprefer-vector-width=512",) if "avx512f" in needs else ())
+    for level, needs in _NEEDS.items()
 }
 
 
@@ -66,7 +66,7 @@ def supported_levels() -> tuple[str, ...]:
                 break
     except OSError:
         pass
-    return tuple(level for level, needs in _NEEDS.items() if needs <= flags)
+    return tuple(level for level, needs in _NEEDS.items() if flags.issuperset(needs))
 
 
 FAMILIES = tuple(sorted(source.stem for source in _KERNELS.glob("*/csrc/*.cpp")))
@@ -85,11 +85,14 @@ def library(family: str) -> ctypes.CDLL | None:
     level, extra_flags = _choice
     if level == REFERENCE:
         return None
-    try:
-        return load(family, level or supported_levels()[0], extra_flags)
-    except BuildError as error:
-        _say_once(str(error))
-        return None
+    problem = ""
+    for option in (level,) if level else supported_levels():
+        try:
+            return load(family, option, extra_flags)
+        except BuildError as error:  # an older compiler may not know the newest instructions
+            problem = problem or str(error)
+    _say_once(problem)
+    return None
 
 
 def use(level: str = "", extra_flags: tuple[str, ...] = ()) -> None:
@@ -142,6 +145,17 @@ def lazy(family: str, name: str, argument_types: Sequence[type]) -> Native:
     return call
 
 
+def entry(family: str, name: str) -> tuple[int, int]:
+    """Address of a CALLABLE operation (csrc/program.h), and how many arguments it takes."""
+    lib = library(family)
+    assert lib is not None, f"no native kernels of {family}: the caller must not get here"
+    arity = getattr(lib, f"{name}_arity")
+    arity.restype = COUNT
+    address = ctypes.cast(getattr(lib, f"{name}_call"), ctypes.c_void_p).value
+    assert address is not None
+    return address, int(arity())
+
+
 def build(family: str, level: str, extra_flags: tuple[str, ...] = ()) -> Path:
     """Path of the built library. See `load`."""
     source = _KERNELS / family / "csrc" / f"{family}.cpp"
@@ -160,7 +174,7 @@ def build(family: str, level: str, extra_flags: tuple[str, ...] = ()) -> Path:
 def _digest(source: Path, compiler: str, flags: tuple[str, ...]) -> str:
     digest = hashlib.sha256(_version(compiler).encode())
     digest.update("\0".join(flags).encode())
-    for file in (source, *sorted(HEADERS.glob("*.h"))):
+    for file in (source, *sorted(source.parent.glob("*.h")), *sorted(HEADERS.glob("*.h"))):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 

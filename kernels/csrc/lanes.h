@@ -1,22 +1,20 @@
-// Sixteen float lanes on any CPU, and a thread pool: what all native kernels are written with.
+// Sixteen float lanes on any CPU: what all native kernels are written with.
 //
 // Every operation here rounds alike at every instruction level: elementwise IEEE operations and
 // explicit fused multiply-adds only, sums over lanes in one tree. So the AVX-512, AVX2 and
 // scalar builds of a kernel give the same bits.
 #pragma once
 
-#include <atomic>
+#include <algorithm>
 #include <cmath>
-#include <condition_variable>
 #include <cstdint>
 #include <cstring>
-#include <functional>
-#include <mutex>
-#include <thread>
 #include <vector>
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
+
+#include "pool.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
@@ -157,80 +155,45 @@ INLINE F nearest_e2m1(F x) {  // saturates at 6
     F magic = vmin(vmax(binade(clamped), splat(1.0f)), splat(4.0f)) * (0.75f * 0x1p23f);
     return keep_nan(x, (clamped + magic) - magic);
 }
-INLINE void round_fp8_32(F& a, F& b) {  // one group of 32
+// Groups in units of their scale, which comes back: what a packed store keeps.
+INLINE F scaled_fp8_32(F& a, F& b) {
     F amax = max_lanes(vmax(vabs(a), vabs(b)));
     F scale = power_of_two_above(vmax(amax, splat(1e-4f)) / 448.0f);
     F inverse = (F)(splat_i(254 << 23) - (I)scale);  // exact: the scale is a power of two
     F limit = splat(448.0f);
     F x = a * inverse, y = b * inverse;
-    a = keep_nan(a, nearest_e4m3(vmin(vmax(x, -limit), limit)) * scale);
-    b = keep_nan(b, nearest_e4m3(vmin(vmax(y, -limit), limit)) * scale);
+    a = keep_nan(a, nearest_e4m3(vmin(vmax(x, -limit), limit)));
+    b = keep_nan(b, nearest_e4m3(vmin(vmax(y, -limit), limit)));
+    return scale;
 }
-INLINE void round_fp4_ue8m0_32(F& a, F& b) {
+INLINE F scaled_fp4_ue8m0_32(F& a, F& b) {
     F amax = max_lanes(vmax(vabs(a), vabs(b)));
     F scale = power_of_two_above(vmax(amax, splat(6 * 0x1p-126f)) / 6.0f);
-    a = nearest_e2m1(a / scale) * scale;
-    b = nearest_e2m1(b / scale) * scale;
+    a = nearest_e2m1(a / scale), b = nearest_e2m1(b / scale);
+    return scale;
 }
-INLINE F round_fp4_e4m3_16(F x) {
+INLINE F scaled_fp4_e4m3_16(F& x) {
     F scale = vmax(max_lanes(vabs(x)), splat(6 * 0x1p-9f)) / 6.0f;
     scale = nearest_e4m3(vmin(scale, splat(448.0f)));
-    return nearest_e2m1(x / scale) * scale;
+    x = nearest_e2m1(x / scale);
+    return scale;
+}
+INLINE void round_fp8_32(F& a, F& b) {  // one group of 32
+    const F scale = scaled_fp8_32(a, b);
+    a *= scale, b *= scale;
+}
+INLINE void round_fp4_ue8m0_32(F& a, F& b) {
+    const F scale = scaled_fp4_ue8m0_32(a, b);
+    a *= scale, b *= scale;
+}
+INLINE F round_fp4_e4m3_16(F x) {
+    const F scale = scaled_fp4_e4m3_16(x);
+    return x * scale;
 }
 
 // ---------------------------------------------------------------- threads
 
-// Workers that sleep between jobs. One job at a time: a caller holds `busy_` meanwhile.
-class Pool {
-   public:
-    static Pool& instance() {
-        static Pool* pool = new Pool;  // never destroyed: workers may outlive main
-        return *pool;
-    }
-    // body(i) for i in [0, count), each once, by up to `threads` threads.
-    void run(int64_t count, int64_t threads, const std::function<void(int64_t)>& body) {
-        std::lock_guard<std::mutex> one(busy_);
-        {
-            std::lock_guard<std::mutex> guard(lock_);
-            while ((int64_t)workers_.size() < threads - 1)
-                workers_.emplace_back([this, n = workers_.size(), seen = epoch_] { work(n, seen); });
-            body_ = &body, count_ = count, next_ = 0;
-            helpers_ = threads - 1, running_ = threads - 1;
-            epoch_++;
-        }
-        wake_.notify_all();
-        drain(body, count);
-        std::unique_lock<std::mutex> guard(lock_);
-        done_.wait(guard, [this] { return running_ == 0; });
-    }
-
-   private:
-    void drain(const std::function<void(int64_t)>& body, int64_t count) {
-        for (int64_t i; (i = next_.fetch_add(1)) < count;) body(i);
-    }
-    void work(size_t number, uint64_t seen) {
-        for (;;) {
-            std::unique_lock<std::mutex> guard(lock_);
-            wake_.wait(guard, [&] { return epoch_ != seen; });
-            seen = epoch_;
-            if ((int64_t)number >= helpers_) continue;
-            const auto* body = body_;
-            int64_t count = count_;
-            guard.unlock();
-            drain(*body, count);
-            guard.lock();
-            if (--running_ == 0) done_.notify_one();
-        }
-    }
-    std::mutex busy_, lock_;
-    std::condition_variable wake_, done_;
-    std::vector<std::thread> workers_;
-    const std::function<void(int64_t)>* body_ = nullptr;
-    std::atomic<int64_t> next_{0};
-    int64_t count_ = 0, helpers_ = 0, running_ = 0;
-    uint64_t epoch_ = 0;
-};
-
+// body(i) for i in [0, count), by up to `threads` threads.
 template <class Body>
 INLINE void parallel(int64_t count, int64_t threads, const Body& body) {
     if (threads > count) threads = count;

@@ -6,6 +6,7 @@ from torch import Tensor
 from kernels import native
 from kernels.moe.experts_ref import combine_slots_ref, expert_mlp_ref, routed_experts_ref
 from kernels.quant.linear import Kind, LinearWeight
+from kernels.quant.rounding import round_bf16
 
 _A, _N, _R = native.ADDRESS, native.COUNT, native.REAL
 _mlp = native.lazy("moe", "expert_mlp", (_A, _N, _A, _N, _A, _N, _N, _N, _R, _N, _A, _N))
@@ -13,6 +14,16 @@ _routed = native.lazy(
     "moe",
     "routed_experts",
     (_A, _A, _A, _N, _N, _A, _N, _A, _N, _N, _N, _N, _N, _R, _N, _A, _N),
+)
+_all = native.lazy(
+    "moe",
+    "all_experts",
+    (
+        *(_A, _A, _A, _N, _N),
+        *(_A, _N, _A, _N, _N, _N),
+        *(_A, _N, _A, _N, _N),
+        *(_N, _R, _N, _A, _A, _A, _N),
+    ),
 )
 _combine = native.lazy("moe", "combine_slots", (_A, _N, _N, _N, _A))
 
@@ -103,6 +114,61 @@ def routed_experts(
         torch.get_num_threads(),
     )
     return slots
+
+
+def all_experts(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    w13: LinearWeight,
+    w2: LinearWeight,
+    shared_w13: LinearWeight,
+    shared_w2: LinearWeight,
+    *,
+    limit: float,
+    bf16: bool,
+) -> Tensor:
+    """The whole sublayer where all experts are held here: routed ones in order, then the shared.
+
+    Args: as for `routed_experts` and `expert_mlp`.
+    Returns:
+        [num_tokens, hidden], float32, rounded to bfloat16 with `bf16`: the bits of
+        `combine_slots(routed_experts(…)) + expert_mlp(…)`.
+    """
+    if w13.kind is Kind.PLAIN:
+        slots = routed_experts(
+            x, expert_ids, weights, w13, w2, first_expert=0, limit=limit, bf16=bf16
+        )
+        shared = expert_mlp(x, shared_w13, shared_w2, limit=limit, bf16=bf16)
+        out = combine_slots(slots).add_(shared)
+        return round_bf16(out) if bf16 else out
+    x, expert_ids, weights = x.contiguous(), expert_ids.contiguous(), weights.contiguous()
+    slots, shared, out = torch.empty(*expert_ids.shape, x.shape[1]), *torch.empty(2, *x.shape)
+    _all(
+        x.data_ptr(),
+        expert_ids.data_ptr(),
+        weights.data_ptr(),
+        *expert_ids.shape,
+        w13.address,
+        w13.kind,
+        w2.address,
+        w2.kind,
+        w13.groups,
+        w2.in_features,
+        shared_w13.address,
+        shared_w13.kind,
+        shared_w2.address,
+        shared_w2.kind,
+        shared_w2.in_features,
+        x.shape[1],
+        limit,
+        bf16,
+        slots.data_ptr(),
+        shared.data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
 
 
 def combine_slots(slots: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ from torch import Tensor
 from kernels import native
 from kernels.quant.linear_ref import linear_ref, tile_linear_ref
 
-_LANES = 16
+_LANES, _GROUP = 16, 32
+_HUGE_BYTES = 4 << 20  # from which on huge pages are asked for
 _ADDRESS, _COUNT = native.ADDRESS, native.COUNT
 _PACK = (_ADDRESS, _COUNT, _COUNT, _COUNT, _ADDRESS)
 _LINEAR = (_ADDRESS, *[_COUNT] * 2, _ADDRESS, *[_COUNT] * 6, _ADDRESS, *[_COUNT] * 2)
@@ -25,18 +26,31 @@ class Rounding(enum.IntEnum):
 
 
 class Kind(enum.IntEnum):
-    """How a `LinearWeight` is stored."""
+    """How a `LinearWeight` is stored; all but PLAIN as csrc/weights.h lays it out."""
 
-    BF16 = 0  # packed for the native kernels; every value is one of bfloat16
-    FP32 = 1  # packed
+    BF16 = 0  # every value is one of bfloat16
+    FP32 = 1
     PLAIN = 2  # [groups, in, out] float32, for the reference
+    FP4 = 3  # e2m1 codes and a power of two for 32 of them
+    FP8 = 4  # e4m3 codes and a power of two for 32 of them
+
+    def panel_words(self, in_features: int) -> int:
+        """32-bit words of a panel: 16 outputs."""
+        groups = -(-in_features // _GROUP)
+        match self:
+            case Kind.BF16 | Kind.FP32:
+                return groups * (256 if self is Kind.BF16 else 512)
+            case Kind.FP4 | Kind.FP8:
+                return -(-groups // 4) * (272 if self is Kind.FP4 else 528)
+            case Kind.PLAIN:
+                raise ValueError("PLAIN weights have no panels")
 
 
 @dataclass(frozen=True, eq=False)
 class LinearWeight:
-    """Weights of `groups` linears of equal shape, made by `pack_linear`."""
+    """Weights of `groups` linears of equal shape, made by `pack_linear` or in `pack.py`."""
 
-    data: Tensor  # [groups, …]
+    data: Tensor  # [groups, panels, words], int32; PLAIN: see there
     kind: Kind
     in_features: int
     out_features: int  # of each group
@@ -69,12 +83,19 @@ def pack_linear(weights: Tensor) -> LinearWeight:
     if native.library("quant") is None:
         return LinearWeight(weights.mT.contiguous(), Kind.PLAIN, inner, outer, groups)
     is_exact = torch.equal(weights, weights.bfloat16().float())
-    kind = Kind.BF16 if is_exact else Kind.FP32
-    words = (inner + 1) // 2 * (1 if is_exact else 2) * _LANES
-    data = torch.empty(groups, -(-outer // _LANES), words, dtype=torch.int32)
-    for weight, part in zip(weights, data, strict=True):
-        _pack(weight.data_ptr(), outer, inner, kind, part.data_ptr())
-    return LinearWeight(data, kind, inner, outer, groups)
+    packed = empty_linear(Kind.BF16 if is_exact else Kind.FP32, groups, outer, inner)
+    for weight, part in zip(weights, packed.data, strict=True):
+        _pack(weight.data_ptr(), outer, inner, packed.kind, part.data_ptr())
+    return packed
+
+
+def empty_linear(kind: Kind, groups: int, out_features: int, in_features: int) -> LinearWeight:
+    """Room for packed weights."""
+    shape = groups, -(-out_features // _LANES), kind.panel_words(in_features)
+    data = torch.empty(shape, dtype=torch.int32)
+    if data.nbytes >= _HUGE_BYTES:
+        _advise(data.data_ptr(), data.nbytes)
+    return LinearWeight(data, kind, in_features, out_features, groups)
 
 
 def join_groups(parts: Sequence[LinearWeight]) -> LinearWeight:
@@ -94,15 +115,18 @@ def linear(
 
     Args:
         x: [num_tokens, groups · in_features], float32, rows contiguous; any number of rows.
-        weight: what `pack_linear` made of the checkpoint's [out, in] weights.
+        weight: the checkpoint's [out, in] weights, packed; FP4 and FP8 codes are unpacked on the
+            way, so that a step reads no more than the checkpoint holds.
         rounding: of the input; FP8 needs in_features to be a multiple of 32.
         bf16: round the result to bfloat16.
     Returns:
         [num_tokens, groups · out_features], float32.
     Error against float64, before rounding: 2e-6 relative to the norm of the row. Bits of a row
     depend on that row alone: not on the other rows, their number, or the number of threads; and
-    they are the same at every instruction level.
-    Source: for each output a chain of fused multiply-adds over every 1,024 inputs, added in order.
+    they are the same at every instruction level, and for FP4 and FP8 weights the same as for their
+    values in bfloat16.
+    Source: for each output and 32 inputs two chains of fused multiply-adds, added in order; by
+    matrix tiles where rows are many and exact in bfloat16 (docs/decisions/0007-order-of-sums.md).
     """
     if x.dim() != 2 or x.shape[1] != weight.groups * weight.in_features:
         raise ValueError(
@@ -133,6 +157,7 @@ def linear(
     return out
 
 
+_advise = native.lazy("quant", "advise_huge", (_ADDRESS, _COUNT))
 _pack = native.lazy("quant", "pack_weight", _PACK)
 _run = native.lazy("quant", "linear", _LINEAR)
 

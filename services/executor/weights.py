@@ -11,8 +11,8 @@ from torch import Tensor
 from kernels import native
 from kernels.comm.comm import Exchange
 from kernels.engram.constants import hash_multipliers, table_primes
-from kernels.quant.linear import LinearWeight, join_groups, pack_linear
-from kernels.quant.unpack import unpack_fp4, unpack_fp8
+from kernels.quant.linear import LinearWeight, pack_linear
+from kernels.quant.pack import pack_fp4, pack_fp8, row_scales
 from services.executor.checkpoint import (
     CheckpointError,
     StoredTensor,
@@ -180,14 +180,16 @@ class _Reader:
         config = self._config
         is_kv_source = layer in config.kv_source_layer_ids
         is_index_source = layer in config.index_source_layer_ids
-        group_out = self._fp8(prefix + "wo_a").unflatten(0, (config.o_groups, -1))
+        group_out = [
+            part.unflatten(0, (config.o_groups, -1)) for part in self._fp8(prefix + "wo_a")
+        ]
         return AttentionWeights(
             sinks=self._plain(prefix + "attn_sink"),
-            down=_join(self._fp8(prefix + "wq_a"), self._fp8(prefix + "wkv")),
+            down=self._fp8_linear(prefix + "wq_a", prefix + "wkv"),
             q_norm=self._plain(prefix + "q_norm.weight"),
             kv_norm=self._plain(prefix + "kv_norm.weight"),
             query=self._fp8_linear(prefix + "wq_b"),
-            group_out=pack_linear(group_out),
+            group_out=pack_fp8(*group_out),
             out=self._fp8_linear(prefix + "wo_b"),
             compressor=self._compressor(prefix, layer) if is_kv_source else None,
             indexer=IndexerWeights(
@@ -202,7 +204,7 @@ class _Reader:
         names = ["wkv", "wgate"] if self._config.compress_ratios[layer] == 2 else ["wkv"]
         parts = [self._plain(f"{prefix}compressor.{name}.weight") for name in names]
         return CompressorWeights(
-            kv_gate=_join(*parts),
+            kv_gate=pack_linear(torch.cat(parts)),
             norm=self._plain(prefix + "compressor.norm.weight"),
             index_key=self._linear(prefix + "indexer.wk.weight"),
             index_key_norm=self._plain(prefix + "indexer.k_norm.weight"),
@@ -214,17 +216,15 @@ class _Reader:
         held = [rank_experts(num_experts, rank, ranks) for rank in range(ranks)]
         own = held[self._rank if is_spread else 0]
         experts = [f"{prefix}experts.{expert}." for expert in own]
-        w13 = [_join(self._fp4(base + "w1"), self._fp4(base + "w3")) for base in experts]
-        w2 = [pack_linear(self._fp4(base + "w2")) for base in experts]
         shared = prefix + "shared_experts."
         return MoeWeights(
             gate=self._linear(prefix + "gate.weight"),
             bias=self._plain(prefix + "gate.bias"),
             first_expert=own.start,
             owners=torch.tensor([rank for rank, experts in enumerate(held) for _ in experts]),
-            w13=join_groups(w13),
-            w2=join_groups(w2),
-            shared_w13=_join(self._fp8(shared + "w1"), self._fp8(shared + "w3")),
+            w13=self._fp4_linears(experts, "w1", "w3"),
+            w2=self._fp4_linears(experts, "w2"),
+            shared_w13=self._fp8_linear(shared + "w1", shared + "w3"),
             shared_w2=self._fp8_linear(shared + "w2"),
         )
 
@@ -255,16 +255,29 @@ class _Reader:
     def _linear(self, name: str) -> LinearWeight:
         return pack_linear(self._plain(name))
 
-    def _fp8(self, name: str) -> Tensor:
-        return unpack_fp8(self._raw(name + ".weight"), self._raw(name + ".scale"))
+    def _fp8(self, *names: str) -> tuple[Tensor, Tensor]:
+        """Codes of linears of the same input, side by side, and the scales of their rows."""
+        codes = [self._raw(name + ".weight").view(torch.uint8) for name in names]
+        scales = [
+            row_scales(self._raw(name + ".scale"), rows.shape[0])
+            for name, rows in zip(names, codes, strict=True)
+        ]
+        return torch.cat(codes).view(torch.float8_e4m3fn), torch.cat(scales)
 
-    def _fp8_linear(self, name: str) -> LinearWeight:
-        return pack_linear(self._fp8(name))
+    def _fp8_linear(self, *names: str) -> LinearWeight:
+        return pack_fp8(*self._fp8(*names))
 
-    def _fp4(self, name: str) -> Tensor:
-        return unpack_fp4(self._raw(name + ".weight"), self._raw(name + ".scale"))
-
-
-def _join(*parts: Tensor) -> LinearWeight:
-    """Linears of the same input, side by side."""
-    return pack_linear(torch.cat(parts))
+    def _fp4_linears(self, prefixes: list[str], *names: str) -> LinearWeight:
+        """One group for each prefix: linears of the same input, side by side."""
+        codes, scales = (
+            torch.stack(
+                [
+                    torch.cat(
+                        [self._raw(f"{prefix}{name}.{part}").view(torch.uint8) for name in names]
+                    )
+                    for prefix in prefixes
+                ]
+            )
+            for part in ("weight", "scale")
+        )
+        return pack_fp4(codes, scales)

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from kernels import native
 from kernels.attention.block_slots import BlockTable
-from kernels.attention.cache_rows import RowFormat, cache_rows
+from kernels.attention.cache_rows import cache_rows
 from kernels.attention.compress import pool_pairs
 from kernels.attention.index_scores import index_scores
+from kernels.attention.pools import RowFormat
 from kernels.attention.rope import RopeTable, frequencies, rotate
 from kernels.attention.select import candidate_blocks, top_k_indices
 from kernels.attention.sparse import sparse_attention
@@ -19,11 +20,13 @@ from kernels.engram.hash import ngram_rows
 from kernels.mhc.mix import hyper_mix
 from kernels.mhc.rms_norm import rms_norm
 from kernels.mhc.streams import collapse, collapse_norm, expand
-from kernels.moe.experts import combine_slots, expert_mlp, routed_experts
+from kernels.moe.experts import all_experts, combine_slots, expert_mlp, routed_experts
 from kernels.moe.gate import route
 from kernels.quant.linear import Rounding, linear, pack_linear, tile_linear
+from kernels.quant.pack import pack_fp4, pack_fp8
 from kernels.quant.pointwise import sigmoid, silu, softplus
 from kernels.quant.rounding import round_fp4_e4m3, round_fp4_ue8m0, round_fp8
+from tests.kernels.quantised import random_fp4, random_fp8
 
 torch.set_num_threads(1)
 
@@ -81,6 +84,27 @@ def experts_case(bf16: bool) -> tuple[Rows, Callable[..., Outputs]]:
     )
 
 
+def codes_case(inner: int, outer: int) -> tuple[Rows, Callable[..., Outputs]]:
+    fp4, fp8 = pack_fp4(*random_fp4(outer, inner)), pack_fp8(*random_fp8(outer, inner))
+    return (normal(NUM_TOKENS, inner),), lambda x: (
+        linear(x, fp4),
+        linear(x, fp8),
+        linear(x, fp4, rounding=Rounding.FP8, bf16=True),
+        linear(x, fp8, rounding=Rounding.BF16),
+    )
+
+
+def coded_experts_case(bf16: bool) -> tuple[Rows, Callable[..., Outputs]]:
+    w13, w2 = pack_fp4(*random_fp4(8, 192, 128)), pack_fp4(*random_fp4(8, 128, 96))
+    shared13, shared2 = pack_fp8(*random_fp8(192, 128)), pack_fp8(*random_fp8(128, 96))
+    ids = normal(NUM_TOKENS, 8).argsort(1)[:, :2].sort(1).values
+    return (normal(NUM_TOKENS, 128), ids, normal(NUM_TOKENS, 2)), lambda x, e, w: (
+        routed_experts(x, e, w, w13, w2, first_expert=0, limit=10.0, bf16=bf16),
+        expert_mlp(x, shared13, shared2, limit=10.0, bf16=bf16),
+        all_experts(x, e, w, w13, w2, shared13, shared2, limit=10.0, bf16=bf16),
+    )
+
+
 def mix_case() -> tuple[Rows, Callable[..., Outputs]]:
     fn, scale, base = pack_linear(normal(24, 256)), normal(3), normal(24)
     return (normal(NUM_TOKENS, 4, 64),), lambda x: tuple(
@@ -128,6 +152,10 @@ CASES: dict[str, tuple[Rows, Callable[..., Outputs]]] = {
     "index bf16": index_case(True),
     "experts": experts_case(False),
     "experts bf16": experts_case(True),
+    "codes": codes_case(96, 40),
+    "codes, long": codes_case(1024, 72),
+    "experts of codes": coded_experts_case(False),
+    "experts of codes bf16": coded_experts_case(True),
     "mix": mix_case(),
     "rope": rope_case(),
     "engram gate": engram_case(),

@@ -1,70 +1,178 @@
 // Router and experts. Contracts: kernels/moe/gate.py and experts.py.
-#include "gemm.h"
+#include "mlp.h"
+#include "program.h"
 
-constexpr int64_t BLOCK_ROWS = 48;  // rows of an expert at once: they stay in the level-2 cache
+constexpr int64_t DEEP_ROWS = 12;    // of an expert, on average, from which on each runs as a whole
+constexpr int64_t BLOCK_ROWS = 192;  // of an expert at once: they stay in the level-2 cache
+constexpr int64_t UNIT_JOB = 2, PANEL_JOB = 8;  // units, panels of a job that streams weights
+constexpr int64_t FEW_TOKENS = 32;
 
-struct Expert {
-    Weight w13, w2;
-    float limit;
-    bool bf16;
-    int64_t inter() const { return w2.inner; }
-    Rounding input() const { return bf16 ? TO_FP8 : NONE; }
+// Slots of a call: token · top_k + k.
+struct Slots {
+    const int64_t* ids;
+    const float* shares;
+    int64_t tokens, top_k, first_expert, num_local;
+    float* out;
+    int64_t count() const { return tokens * top_k; }
 };
 
-// silu(min(gate, limit)) · clamp(up, ±limit) · share, ready for w2; gate and up side by side.
-static void activate(const Expert& e, const float* gate_up, float share, bool has_share, float* to) {
-    const int64_t inter = e.inter();
-    const F limit = splat(e.limit);
-    float hidden[32];
-    for (int64_t k = 0; k < inter; k += 32) {
-        for (int64_t j = k; j < k + 32; j += LANES) {
-            const int64_t left = inter - j;
-            if (left <= 0) break;
-            F gate = load_part(gate_up + j, left), up = load_part(gate_up + inter + j, left);
-            gate = keep_nan(gate, vmin(gate, limit));
-            up = keep_nan(up, vmin(vmax(up, -limit), limit));
-            F h = vsigmoid(gate) * gate * up;
-            if (has_share) h = h * share;
-            store(hidden + (j - k), e.bf16 ? round_bf16(h) : h);
-        }
-        prepare_row(hidden, inter - k < 32 ? inter - k : 32, e.input(), to + k);
+// Slots of the experts held here, by expert, in order; those of others are zeroed.
+static void sort_slots(const Slots& s, int64_t hidden, std::vector<int64_t>& ends,
+                       std::vector<int64_t>& order) {
+    ends.assign(s.num_local + 1, 0), order.resize(s.count());
+    for (int64_t i = 0; i < s.count(); i++) {
+        const int64_t local = s.ids[i] - s.first_expert;
+        if (local >= 0 && local < s.num_local)
+            ends[local + 1]++;
+        else
+            std::memset(s.out + i * hidden, 0, hidden * 4);
+    }
+    for (int64_t e = 0; e < s.num_local; e++) ends[e + 1] += ends[e];
+    std::vector<int64_t> starts(ends.begin(), ends.end());
+    for (int64_t i = 0; i < s.count(); i++) {
+        const int64_t local = s.ids[i] - s.first_expert;
+        if (local >= 0 && local < s.num_local) order[starts[local]++] = i;
     }
 }
 
-// Rows of one expert through both linears; `x` is prepared, results go to out(row).
-template <class Share, class Out>
-static void run_expert(const Expert& e, const Rows& x, int64_t rows, bool has_share,
-                       const Share& share, const Out& out) {
-    const int64_t wide = e.w13.outer, stride = row_stride(e.inter()), hidden = e.w2.outer;
-    float* gate_up = scratch<1, float>(rows * wide);
-    float* middle = scratch<2, float>(rows * stride);
-    float* result = scratch<3, float>(rows * hidden);
-    multiply_panels(x, rows, e.w13, 0, e.w13.panels(), gate_up, wide, e.bf16);
-    for (int64_t r = 0; r < rows; r++)
-        activate(e, gate_up + r * wide, has_share ? share(r) : 1.0f, has_share, middle + r * stride);
-    multiply_panels({middle, stride}, rows, e.w2, 0, e.w2.panels(), result, hidden, e.bf16);
-    for (int64_t r = 0; r < rows; r++) std::memcpy(out(r), result + r * hidden, hidden * 4);
+// Few rows an expert: weights stream once, in pieces that all threads share.
+static void run_wide(std::vector<Part>& parts, int64_t threads) {
+    int64_t floats = 0, halves = 0;
+    for (const Part& part : parts) {
+        if (part.halves)
+            halves += part.input_halves() + part.middle_halves();
+        else
+            floats += part.rows * part.middle.stride;
+    }
+    float* rows = scratch<3, float>(floats);
+    uint16_t* tiles = scratch<4, uint16_t>(halves);
+    for (Part& part : parts) {
+        if (part.halves) {
+            part.fill_tiles(tiles), tiles += part.input_halves();
+            part.middle.tiles = tiles, tiles += part.middle_halves();
+        } else {
+            part.middle.rows = rows, rows += part.rows * part.middle.stride;
+        }
+    }
+    struct Job {
+        const Part* part;
+        int64_t first, end;
+    };
+    std::vector<Job> jobs;
+    auto split = [&](const Part& part, int64_t count, int64_t size) {
+        for (int64_t i = 0; i < count; i += size) jobs.push_back({&part, i, std::min(i + size, count)});
+    };
+    for (const Part& part : parts) split(part, part.mlp.units(), UNIT_JOB);
+    parallel((int64_t)jobs.size(), threads, [&](int64_t i) {
+        gate_up(*jobs[i].part, jobs[i].first, jobs[i].end);
+    });
+    jobs.clear();
+    for (const Part& part : parts) split(part, part.mlp.w2.panels(), PANEL_JOB);
+    parallel((int64_t)jobs.size(), threads, [&](int64_t i) {
+        down(*jobs[i].part, jobs[i].first, jobs[i].end);
+    });
 }
 
-static Expert make_expert(const uint32_t* w13, int64_t kind13, const uint32_t* w2, int64_t kind2,
-                          int64_t hidden, int64_t inter, float limit, int64_t bf16) {
-    return {{w13, (Kind)kind13, hidden, 2 * inter}, {w2, (Kind)kind2, inter, hidden}, limit, !!bf16};
+// Many rows: each block of an expert's rows by one thread, which keeps it in its cache.
+static void run_deep(std::vector<Part>& parts, int64_t threads) {
+    std::vector<Part> blocks;
+    for (const Part& part : parts) {
+        const int64_t pieces = (part.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+        const int64_t size = (part.rows + pieces * TILE_ROWS - 1) / (pieces * TILE_ROWS) * TILE_ROWS;
+        for (int64_t first = 0; first < part.rows; first += size)
+            blocks.push_back(part.block(first, std::min(size, part.rows - first)));
+    }
+    std::stable_sort(blocks.begin(), blocks.end(),
+                     [](const Part& a, const Part& b) { return a.cost() > b.cost(); });
+    parallel((int64_t)blocks.size(), threads, [&](int64_t i) {
+        Part part = blocks[i];
+        if (part.halves) {
+            part.fill_tiles(scratch<1, uint16_t>(part.input_halves()));
+            part.middle.tiles = scratch<2, uint16_t>(part.middle_halves());
+        } else {
+            part.middle.rows = scratch<2, float>(part.rows * part.middle.stride);
+        }
+        gate_up(part, 0, part.mlp.units());
+        for (int64_t p = 0; p < part.mlp.w2.panels(); p += PANEL_JOB)
+            down(part, p, std::min(p + PANEL_JOB, part.mlp.w2.panels()));
+    });
+}
+
+// Routed experts into slots (top_k 0: none) and the shared one into `shared_out` (null: none).
+static void run_experts(const float* x, const Slots& slots, const Mlp& routed, const Mlp& shared,
+                        float* shared_out, int64_t threads) {
+    const int64_t tokens = slots.tokens, hidden = routed.w13.inner, stride = row_stride(hidden);
+    std::vector<int64_t> ends, order, token_of;
+    sort_slots(slots, hidden, ends, order);
+    token_of.resize(ends[slots.num_local]);
+    for (size_t i = 0; i < token_of.size(); i++) token_of[i] = order[i] / slots.top_k;
+
+    std::vector<Part> parts;
+    int64_t rows = 0, blocks = 0, work = 0;
+    auto add = [&](const Mlp& mlp, int64_t first, int64_t count, bool is_shared) {
+        Part part;
+        part.mlp = mlp, part.rows = count;
+        part.x = {nullptr, stride, is_shared ? nullptr : token_of.data() + first};
+        part.order = is_shared ? nullptr : order.data() + first;
+        part.shares = slots.shares, part.out = is_shared ? shared_out : slots.out;
+        part.middle.stride = row_stride(mlp.w2.inner);
+        parts.push_back(part);
+        rows += count, blocks += (count + BLOCK_ROWS - 1) / BLOCK_ROWS;
+        work += 3 * hidden * mlp.w2.inner / LANES * (1 + std::min(count, TILE_ROWS));
+    };
+    if (shared_out && tokens) add(shared, 0, tokens, true);
+    for (int64_t e = 0; e < slots.num_local; e++)
+        if (ends[e + 1] > ends[e]) add(routed.part(e), ends[e], ends[e + 1] - ends[e], false);
+    if (parts.empty()) return;
+    if (work < MIN_WORK) threads = 1;
+
+    const bool deep = rows >= DEEP_ROWS * (int64_t)parts.size() &&
+                      (threads == 1 || blocks >= 2 * threads);
+    auto takes_tiles = [&](const Part& part) {
+        return part.mlp.bf16 && (deep ? part.mlp.tiles_fit() && tiles_ready()
+                                      : tiles_pay(part.rows, part.mlp.w13) && part.mlp.tiles_fit());
+    };
+    const bool any = std::any_of(parts.begin(), parts.end(), takes_tiles);
+    const bool all = std::all_of(parts.begin(), parts.end(), takes_tiles);
+    uint16_t* halves = any ? scratch<0, uint16_t>(tokens * stride) : nullptr;
+    float* floats = all ? nullptr : scratch<0, float>(tokens * stride);
+    const Rounding rounding = routed.bf16 ? TO_FP8 : NONE;
+    parallel(tokens, tokens > FEW_TOKENS ? threads : 1, [&](int64_t t) {
+        const float* row = x + t * hidden;
+        if (halves) prepare_halves(row, hidden, rounding, GROUP, halves + t * stride);
+        if (floats) prepare_row(row, hidden, rounding, floats + t * stride);
+    });
+    for (Part& part : parts)
+        if (takes_tiles(part))
+            part.halves = halves;
+        else
+            part.x.data = floats;
+    if (deep)
+        run_deep(parts, threads);
+    else
+        run_wide(parts, threads);
+}
+
+// out[token] = slots added in order of k (ascending expert id), then `shared`, if any.
+static void combine(const float* slots, int64_t tokens, int64_t top_k, int64_t hidden,
+                    const float* shared, bool bf16, float* out, int64_t threads) {
+    parallel(tokens, threads, [&](int64_t t) {
+        const float* from = slots + t * top_k * hidden;
+        for (int64_t c = 0; c < hidden; c += LANES) {
+            const int64_t left = hidden - c;
+            F sum = load_part(from + c, left);
+            for (int64_t k = 1; k < top_k; k++) sum += load_part(from + k * hidden + c, left);
+            if (shared) sum += load_part(shared + t * hidden + c, left);
+            store_part(out + t * hidden + c, bf16 ? round_bf16(sum) : sum, left);
+        }
+    });
 }
 
 EXPORT void expert_mlp(const float* x, int64_t rows, const uint32_t* w13, int64_t kind13,
                        const uint32_t* w2, int64_t kind2, int64_t hidden, int64_t inter,
                        float limit, int64_t bf16, float* out, int64_t threads) {
-    const Expert e = make_expert(w13, kind13, w2, kind2, hidden, inter, limit, bf16);
-    const int64_t stride = row_stride(hidden);
-    parallel((rows + BLOCK_ROWS - 1) / BLOCK_ROWS, threads, [&](int64_t block) {
-        const int64_t first = block * BLOCK_ROWS;
-        const int64_t count = rows - first < BLOCK_ROWS ? rows - first : BLOCK_ROWS;
-        float* prepared = scratch<0, float>(count * stride);
-        for (int64_t r = 0; r < count; r++)
-            prepare_row(x + (first + r) * hidden, hidden, e.input(), prepared + r * stride);
-        run_expert(e, {prepared, stride}, count, false, [](int64_t) { return 1.0f; },
-                   [&](int64_t r) { return out + (first + r) * hidden; });
-    });
+    const Mlp mlp = make_mlp(w13, kind13, w2, kind2, hidden, inter, limit, bf16);
+    run_experts(x, {nullptr, nullptr, rows, 0, 0, 0, nullptr}, mlp, mlp, out, threads);
 }
 
 // slots[token, k] = the share-weighted output of expert ids[token, k]; zero if it is not here.
@@ -72,58 +180,29 @@ EXPORT void routed_experts(const float* x, const int64_t* ids, const float* shar
                            int64_t top_k, const uint32_t* w13, int64_t kind13, const uint32_t* w2,
                            int64_t kind2, int64_t first_expert, int64_t num_local, int64_t hidden,
                            int64_t inter, float limit, int64_t bf16, float* slots, int64_t threads) {
-    const Expert all = make_expert(w13, kind13, w2, kind2, hidden, inter, limit, bf16);
-    const int64_t stride = row_stride(hidden), num_slots = tokens * top_k;
-    // Slots by expert, in order: a counting sort.
-    std::vector<int64_t> ends(num_local + 1, 0), order(num_slots);
-    for (int64_t s = 0; s < num_slots; s++) {
-        const int64_t local = ids[s] - first_expert;
-        if (local >= 0 && local < num_local)
-            ends[local + 1]++;
-        else
-            std::memset(slots + s * hidden, 0, hidden * 4);
-    }
-    for (int64_t e = 0; e < num_local; e++) ends[e + 1] += ends[e];
-    std::vector<int64_t> starts(ends.begin(), ends.end());
-    for (int64_t s = 0; s < num_slots; s++) {
-        const int64_t local = ids[s] - first_expert;
-        if (local >= 0 && local < num_local) order[starts[local]++] = s;
-    }
-    struct Job {
-        int64_t expert, first, end;
-    };
-    std::vector<Job> jobs;
-    for (int64_t e = 0; e < num_local; e++)
-        for (int64_t first = ends[e]; first < ends[e + 1]; first += BLOCK_ROWS)
-            jobs.push_back({e, first, std::min(first + BLOCK_ROWS, ends[e + 1])});
-    std::vector<float> prepared(tokens * stride);
-    for (int64_t t = 0; t < tokens; t++)
-        prepare_row(x + t * hidden, hidden, all.input(), prepared.data() + t * stride);
-    parallel((int64_t)jobs.size(), threads, [&](int64_t index) {
-        const Job job = jobs[index];
-        const int64_t count = job.end - job.first;
-        float* rows = scratch<0, float>(count * stride);
-        for (int64_t r = 0; r < count; r++)
-            std::memcpy(rows + r * stride, prepared.data() + order[job.first + r] / top_k * stride,
-                        stride * 4);
-        Expert e = all;
-        e.w13 = all.w13.part(job.expert), e.w2 = all.w2.part(job.expert);
-        run_expert(e, {rows, stride}, count, true,
-                   [&](int64_t r) { return shares[order[job.first + r]]; },
-                   [&](int64_t r) { return slots + order[job.first + r] * hidden; });
-    });
+    const Mlp mlp = make_mlp(w13, kind13, w2, kind2, hidden, inter, limit, bf16);
+    run_experts(x, {ids, shares, tokens, top_k, first_expert, num_local, slots}, mlp, mlp, nullptr,
+                threads);
 }
 
-// sum[token] = slots added in order of k: ascending expert id.
+// Both in one pass over the weights, added up. `slots` and `shared_rows` are room to work in.
+EXPORT void all_experts(const float* x, const int64_t* ids, const float* shares, int64_t tokens,
+                        int64_t top_k, const uint32_t* w13, int64_t kind13, const uint32_t* w2,
+                        int64_t kind2, int64_t num_local, int64_t inter, const uint32_t* shared13,
+                        int64_t shared_kind13, const uint32_t* shared2, int64_t shared_kind2,
+                        int64_t shared_inter, int64_t hidden, float limit, int64_t bf16,
+                        float* slots, float* shared_rows, float* out, int64_t threads) {
+    const Mlp routed = make_mlp(w13, kind13, w2, kind2, hidden, inter, limit, bf16);
+    const Mlp shared =
+        make_mlp(shared13, shared_kind13, shared2, shared_kind2, hidden, shared_inter, limit, bf16);
+    run_experts(x, {ids, shares, tokens, top_k, 0, num_local, slots}, routed, shared, shared_rows,
+                threads);
+    combine(slots, tokens, top_k, hidden, shared_rows, bf16, out, tokens > FEW_TOKENS ? threads : 1);
+}
+
 EXPORT void combine_slots(const float* slots, int64_t tokens, int64_t top_k, int64_t hidden,
                           float* out) {
-    for (int64_t t = 0; t < tokens; t++, slots += top_k * hidden, out += hidden)
-        for (int64_t c = 0; c < hidden; c += LANES) {
-            const int64_t left = hidden - c;
-            F sum = load_part(slots + c, left);
-            for (int64_t k = 1; k < top_k; k++) sum += load_part(slots + k * hidden + c, left);
-            store_part(out + c, sum, left);
-        }
+    combine(slots, tokens, top_k, hidden, nullptr, false, out, 1);
 }
 
 EXPORT void route(const float* scores, const float* bias, int64_t tokens, int64_t experts,
@@ -156,3 +235,9 @@ EXPORT void route(const float* scores, const float* bias, int64_t tokens, int64_
         for (k = 0; k < top_k; k++) weights[k] = weights[k] / (total + 1e-20f) * scaling;
     }
 }
+
+CALLABLE(expert_mlp)
+CALLABLE(routed_experts)
+CALLABLE(all_experts)
+CALLABLE(combine_slots)
+CALLABLE(route)
