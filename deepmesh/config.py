@@ -111,6 +111,11 @@ class ExecutorConfig(Section, frozen=True):
     window_blocks: int = 0
     slots: int = 0  # 0: scheduler.max_rows + room for fences
     max_queued: int = 64  # steps that may wait for the device; a scheduler sends `depth` of them
+    masks: bool = True  # a mask worker beside each executor keeps outputs to grammars
+    mask_wait_ms: float = 5.0  # sampling waits so long for masks; a row without one sits out a step
+    grammar_compile_s: float = 5.0  # a grammar that takes longer fails its request
+    grammar_cache: int = 256  # compiled grammars that are kept
+    grammar_threads: int = 1  # that compile
     # Of a device that takes its time, for tests and benchmarks:
     fake_step_ms: float = 0.0  # kind = "fake": from the begin of a step to its tokens
     fake_tail_ms: float = 0.0  # from there to the end of the step
@@ -305,6 +310,10 @@ def _check(config: Config) -> None:
         "executor.window_blocks": (config.executor.window_blocks, 0, 1 << 30),
         "executor.slots": (config.executor.slots, 0, 1 << 16),
         "executor.max_queued": (config.executor.max_queued, 3, 1 << 20),
+        "executor.mask_wait_ms": (config.executor.mask_wait_ms, 0, 60_000),
+        "executor.grammar_compile_s": (config.executor.grammar_compile_s, 0.01, 3600),
+        "executor.grammar_cache": (config.executor.grammar_cache, 1, 1 << 20),
+        "executor.grammar_threads": (config.executor.grammar_threads, 1, 256),
         "executor.fake_step_ms": (config.executor.fake_step_ms, 0, 60_000),
         "executor.fake_tail_ms": (config.executor.fake_tail_ms, 0, 60_000),
         "executor.fake_draft_len": (config.executor.fake_draft_len, 0, 15),

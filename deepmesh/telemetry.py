@@ -47,6 +47,7 @@ SPAN_PREFILL = "prefill"  # scheduler: begin of the first row to the first token
 SPAN_DECODE = "decode"  # scheduler: first token to the last, applied
 SPAN_DEVICE_PREFILL = "device prefill"  # executor: begin of the first step with prompt to its end
 SPAN_DEVICE_DECODE = "device decode"  # executor: begin of the first step behind it to the last end
+SPAN_GRAMMAR = "grammar"  # executor: a request with a grammar is there to its last mask
 SPAN_DETOKENIZE = "detokenize"  # tokenizer: first token in to last event out
 SPAN_FINISH = "finish"  # tokenizer: the scheduler's end in to the gateway's end out
 SPAN_HOP = "hop"  # receiver of a message: sent to received
@@ -55,7 +56,9 @@ SPAN_FORWARD = "forward"  # child of a group step: one rank's begin to end on th
 SPAN_LOAD = "load weights"  # executor, a trace of its own
 
 # Spans that last as long as someone waits for others: they cover a request and explain nothing.
-WAITS = frozenset({SPAN_ADMISSION, SPAN_FIRST, SPAN_STREAM, SPAN_ANSWER, SPAN_DETOKENIZE})
+WAITS = frozenset(
+    {SPAN_ADMISSION, SPAN_FIRST, SPAN_STREAM, SPAN_ANSWER, SPAN_DETOKENIZE, SPAN_GRAMMAR}
+)
 
 Value = str | int | float | bool
 

@@ -14,6 +14,12 @@ KEPT_POINTS = 4  # resumable points kept for each resident request
 WHOLE_FILE_BYTES = 256 << 20  # larger files enter the fingerprint by size, head and tail
 
 
+def planned_slots(config: Config) -> int:
+    """Requests that a device can hold at once, those that wait for a fence included."""
+    rows = config.scheduler.max_rows
+    return config.executor.slots or rows + max(MAX_DEPTH, rows // 2)
+
+
 def plan_capacity(
     config: Config,
     model: ModelConfig,
@@ -35,7 +41,7 @@ def plan_capacity(
     rows, executor = config.scheduler.max_rows, config.executor
     max_len = min(model.max_model_len, config.scheduler.max_model_len or model.max_model_len)
     per_request = -(-min(max_len, TYPICAL_TOKENS) // BLOCK_TOKENS)
-    num_slots = executor.slots or rows + max(MAX_DEPTH, rows // 2)
+    num_slots = planned_slots(config)
     least_global = -(-max_len // BLOCK_TOKENS)
     reach = MAX_DEPTH * (1 + draft_len)  # positions in flight of a request that decodes
     window_span = -(-(model.sliding_window + reach) // BLOCK_TOKENS) + 1

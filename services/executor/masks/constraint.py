@@ -1,0 +1,85 @@
+"""One request's output under its grammar: how far it has come, and what may follow."""
+
+import numpy as np
+from llguidance import LLMatcher
+
+from deepmesh.grammars import MAY_STOP_EARLY, MAY_USE_MARKERS
+from deepmesh.wire.packed import unpack_ids
+from services.executor.masks.protocol import MaskState, Open
+from services.executor.masks.vocabulary import MaskVocabulary, Words
+
+
+class Constraint:
+    """A matcher behind the text that the grammar starts after (the end of thinking)."""
+
+    def __init__(self, order: Open, matcher: LLMatcher, vocabulary: MaskVocabulary) -> None:
+        """`matcher` is ours alone; the output in `order` is replayed."""
+        self.slot, self.serial = order.slot, order.serial
+        output = unpack_ids(order.output).tolist()
+        self.position = order.position - len(output)
+        self._matcher, self._vocabulary = matcher, vocabulary
+        self._min_len = order.min_len
+        stop_ids = unpack_ids(order.stop_ids).tolist()
+        self._stops, self._ends = vocabulary.bits(stop_ids), vocabulary.ends(stop_ids)
+        kind = order.grammar.kind
+        self._may_stop_early = kind in MAY_STOP_EARLY
+        self._allowed = vocabulary.with_marker if kind in MAY_USE_MARKERS else vocabulary.plain
+        self._marker = b"".join(
+            vocabulary.bytes_of(token) for token in unpack_ids(order.grammar.start_after).tolist()
+        )
+        self._seen = b""  # end of the output that could begin the marker
+        self._has_begun = not self._marker
+        self._is_broken = False
+        for token in output:
+            self.consume(token)
+
+    def consume(self, token: int) -> None:
+        """The next token of the output."""
+        self.position += 1
+        if self._has_begun:
+            self._match([token])
+        else:
+            self._look_for_begin(token)
+
+    def _look_for_begin(self, token: int) -> None:
+        """By text: a model may spell the marker in pieces, and go on within the last of them."""
+        self._seen += self._vocabulary.bytes_of(token)
+        found = self._seen.find(self._marker)
+        if found < 0:
+            self._seen = self._seen[-(len(self._marker) - 1) :] if len(self._marker) > 1 else b""
+            return
+        self._has_begun = True
+        rest = self._seen[found + len(self._marker) :]
+        if rest:
+            self._match(self._vocabulary.tokenizer.tokenize_bytes(rest))
+
+    def _match(self, tokens: list[int]) -> None:
+        """A matcher that has ended, or failed, takes nothing more."""
+        if self._is_broken:
+            return
+        if self._matcher.is_stopped() or not self._matcher.consume_tokens(tokens):
+            self._is_broken = True
+
+    def fill(self, row: Words) -> MaskState:
+        """What may come at `position`; for MASK, `row` says so."""
+        if not self._has_begun:
+            if self._may_stop_early:
+                return MaskState.FREE
+            # an output that ends before it has begun would be none
+            np.bitwise_and(self._vocabulary.all, ~self._ends, out=row)
+            return MaskState.MASK
+        if self._is_broken or self._matcher.is_error():
+            return MaskState.BROKEN
+        if self._matcher.is_stopped():
+            return MaskState.COMPLETE
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if self._matcher.is_error():
+            return MaskState.BROKEN
+        # Where the output may end, every stop id may end it; elsewhere none, whatever it spells.
+        row &= self._allowed & ~self._ends
+        is_whole = self._matcher.is_accepting()
+        if not row.any():
+            return MaskState.COMPLETE if is_whole else MaskState.BROKEN
+        if is_whole and self.position >= self._min_len:
+            row |= self._stops
+        return MaskState.MASK

@@ -1,0 +1,320 @@
+"""Which rows of a step may sample, and under which masks: the engine's side of the mask worker."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepmesh.wire.messages import DoneReason
+from deepmesh.wire.packed import pack_ids
+from services.executor.interface import LiveRows, Sampled
+from services.executor.masks.protocol import (
+    ANSWER,
+    TOKEN,
+    Advance,
+    Answers,
+    Close,
+    MaskState,
+    Message,
+    Open,
+    Opened,
+)
+from services.executor.masks.vocabulary import Words
+from services.executor.slots import SlotTable
+
+LAST_S = 0.1  # to learn whether the last token that fits completes the output
+HANG_S = 5.0  # an answer that takes so long does not come
+NOWHERE = -1
+
+# parent, begin, end (wall clock, ns), attributes
+OnSpan = Callable[[str, int, int, dict[str, str | int | float | bool]], None]
+
+
+class Masks(Protocol):
+    """What the gate needs of a `MaskProcess`."""
+
+    masks: Words
+
+    @property
+    def life(self) -> int: ...
+
+    def send(self, messages: Sequence[Message]) -> bool: ...
+
+    def receive(self, timeout_s: float) -> list[Message]: ...
+
+    def give_up(self, reason: str) -> None: ...
+
+
+class _Stay:
+    """What a request's trace tells of its grammar."""
+
+    def __init__(self, traceparent: str) -> None:
+        self.traceparent = traceparent
+        self.begin_ns = time.time_ns()
+        self.compile_ns = 0
+        self.from_cache = False
+        self.problem = ""
+        self.num_masks = self.num_missed = self.wait_ns = 0
+
+
+class MaskGate:
+    """Knows of every slot whether its output keeps to a grammar, and what its worker was told.
+
+    The worker forgets everything when it dies, and so do we: each constraint is opened anew with
+    the output as it is by then. Only the device stream's thread comes here.
+    """
+
+    def __init__(
+        self,
+        process: Masks,
+        num_slots: int,
+        *,
+        wait_s: float,
+        compile_s: float,
+        on_span: OnSpan = lambda parent, begin_ns, end_ns, attributes: None,
+    ) -> None:
+        """
+        Args:
+            wait_s: how long sampling waits for masks that are not there yet; then these rows
+                sample nothing in this step.
+            compile_s: how long a grammar may take to compile.
+        """
+        self.counters: Counter[str] = Counter()
+        self._process, self._wait_s, self._compile_s = process, wait_s, compile_s
+        self._on_span = on_span
+        self._slots: SlotTable | None = None
+        self._life = 0
+        self._last_serial = 0
+        self._closed: list[int] = []  # serials that the worker is still to be told of
+        self._stays: dict[int, _Stay] = {}  # by slot
+        self._slot_of: dict[int, int] = {}  # by serial, until it is opened
+        self._resize(num_slots)
+
+    def _resize(self, num: int) -> None:
+        self._gen = np.full(num, NOWHERE, np.int64)
+        self._has = np.zeros(num, bool)  # a grammar
+        self._serial = np.zeros(num, np.int64)  # 0: not open at the worker
+        self._told = np.full(num, NOWHERE, np.int64)  # length of the output's sequence it knows
+        self._answered = np.full(num, NOWHERE, np.int64)  # position of its newest answer
+        self._state = np.zeros(num, np.uint8)
+        self._missed = np.full(num, NOWHERE, np.int64)  # position that was waited for in vain
+        self._due = np.zeros(num)  # monotonic: an answer later than this does not come
+
+    # ------------------------------------------------------------ before the forward pass
+
+    def begin(self, live: LiveRows, slots: SlotTable) -> None:
+        """Tell the worker of requests that came, left, or are not where it believes them."""
+        if self._slots is not slots:  # another engine epoch
+            self._forget_all()
+            self._slots = slots
+        if self._process.life != self._life:
+            self._life = self._process.life
+            self._serial[:] = 0
+            self._closed.clear()
+            self._slot_of.clear()
+        at = live.slots
+        for slot in at[self._gen[at] != slots.gen[at]].tolist():
+            self._enter(slots, slot)
+        for slot in np.flatnonzero(self._has & (~slots.is_open | slots.done)).tolist():
+            self._leave(slot)
+        wants = at[self._has[at]]
+        behind = (self._serial[wants] == 0) | (self._told[wants] != slots.total_len[wants])
+        orders: list[Message] = []
+        if self._closed:
+            orders.append(Close(np.array(self._closed, "<u4").tobytes()))
+            self._closed.clear()
+        orders += [self._open(slots, slot) for slot in wants[behind].tolist()]
+        if orders and self._life:
+            self._process.send(orders)
+
+    def _enter(self, slots: SlotTable, slot: int) -> None:
+        """Another request is in the slot."""
+        self._leave(slot)
+        init = slots.request(slot).init
+        self._gen[slot] = init.gen
+        self._has[slot] = init.grammar is not None
+        if init.grammar is not None:
+            self._stays[slot] = _Stay(init.traceparent)
+
+    def _leave(self, slot: int) -> None:
+        if self._serial[slot]:
+            self._closed.append(int(self._serial[slot]))
+        self._serial[slot], self._has[slot] = 0, False
+        if (stay := self._stays.pop(slot, None)) is not None and stay.traceparent:
+            self._report(stay)
+
+    def _forget_all(self) -> None:
+        for slot in np.flatnonzero(self._has).tolist():
+            self._leave(slot)
+        self._gen[:] = NOWHERE
+
+    def _open(self, slots: SlotTable, slot: int) -> Open:
+        init, length = slots.request(slot).init, int(slots.total_len[slot])
+        assert init.grammar is not None
+        if self._serial[slot]:
+            self._closed.append(int(self._serial[slot]))  # told with the next step
+        self._last_serial += 1
+        self._serial[slot] = self._last_serial
+        self._slot_of[self._last_serial] = slot
+        self._told[slot], self._answered[slot] = length, NOWHERE
+        self._missed[slot] = NOWHERE
+        self._due[slot] = time.monotonic() + self._compile_s + HANG_S
+        return Open(
+            slot=slot,
+            serial=self._last_serial,
+            grammar=init.grammar,
+            output=pack_ids(slots.tokens[slot, init.prompt_len : length]),
+            position=length,
+            min_len=init.min_len,
+            stop_ids=init.stop_ids,
+        )
+
+    # ------------------------------------------------------------ before sampling
+
+    def collect(self, live: LiveRows, slots: SlotTable) -> NDArray[np.uint8]:
+        """The MaskState of each live row; FREE for those that sample without a grammar.
+
+        Waits for masks that are on their way, but for none a second time: a grammar that takes
+        long to compile must not hold up the others step by step.
+        """
+        states = np.full(len(live.rows), MaskState.FREE, np.uint8)
+        rows = np.flatnonzero(live.masked & live.samples)
+        if not len(rows):
+            return states
+        at = live.slots[rows]
+        known = self._await(at, slots.total_len[at], self._wait_s)
+        states[rows] = np.where(known, self._state[at], MaskState.MISSING)
+        self.counters["masks"] += len(rows)
+        self.counters["missed"] += int((~known).sum())
+        for slot, is_known in zip(at.tolist(), known.tolist(), strict=True):
+            stay = self._stays[slot]
+            stay.num_masks += is_known
+            stay.num_missed += not is_known
+        self._give_up_hung(at[~known])
+        return states
+
+    def mask(self, slot: int) -> Words:
+        """The row of bits of a slot whose state is MASK."""
+        return self._process.masks[slot]
+
+    def _await(
+        self, at: NDArray[np.int64], positions: NDArray[np.int64], wait_s: float
+    ) -> NDArray[np.bool_]:
+        """Which of the slots have an answer for their position."""
+        began, timeout_s = time.monotonic(), 0.0
+        while True:
+            self._take(timeout_s)
+            known = (self._answered[at] == positions) & (self._serial[at] > 0)
+            late = at[~known & (self._missed[at] != positions)]
+            timeout_s = began + wait_s - time.monotonic()
+            is_talking = self._life and self._process.life == self._life
+            if not len(late) or timeout_s <= 0 or not is_talking:
+                break
+        waited_ns = round((time.monotonic() - began) * 1e9)
+        self.counters["wait_us"] += waited_ns // 1000
+        self._missed[at[~known]] = positions[~known]
+        for slot in at.tolist():
+            self._stays[slot].wait_ns += waited_ns
+        return known
+
+    def _take(self, timeout_s: float) -> None:
+        for message in self._process.receive(timeout_s):
+            match message:
+                case Answers(rows=data):
+                    rows = np.frombuffer(data, ANSWER)
+                    slots = rows["slot"].astype(np.int64)
+                    ours = self._serial[slots] == rows["serial"]
+                    self._answered[slots[ours]] = rows["position"][ours]
+                    self._state[slots[ours]] = rows["state"][ours]
+                case Opened():
+                    slot = self._slot_of.pop(message.serial, NOWHERE)
+                    if (stay := self._stays.get(slot)) is not None:
+                        stay.compile_ns = message.end_ns - message.begin_ns
+                        stay.from_cache, stay.problem = message.from_cache, message.problem
+                case _:
+                    pass  # Ready: of a life that began anew
+
+    def _give_up_hung(self, at: NDArray[np.int64]) -> None:
+        is_over = time.monotonic() > self._due[at]
+        if self._life and bool((is_over & (self._serial[at] > 0)).any()):
+            self.counters["hangs"] += 1
+            self._process.give_up(f"a mask has been missing for more than {HANG_S:g} s")
+
+    # ------------------------------------------------------------ behind sampling
+
+    def settle(
+        self, live: LiveRows, slots: SlotTable, states: NDArray[np.uint8], drawn: Sampled
+    ) -> Sampled:
+        """What became of the step, with the reasons of rows that sampled nothing.
+
+        Args:
+            states: of `collect`.
+            drawn: one token for each live row, meaningful where it sampled.
+        """
+        rows = np.flatnonzero(live.masked & live.samples)
+        if not len(rows):
+            return drawn
+        reasons = np.zeros(len(states), np.uint8)
+        reasons[states == MaskState.MISSING] = DoneReason.NULL
+        reasons[states == MaskState.BROKEN] = DoneReason.GRAMMAR_ERROR
+        whole = states == MaskState.COMPLETE
+        reasons[whole] = DoneReason.GRAMMAR
+        took = rows[(reasons[rows] == DoneReason.NONE) & drawn.finite[rows]]
+        sent = took[self._advance(live.slots[took], slots, drawn.tokens[took])]
+        last = sent[slots.total_len[live.slots[sent]] + 1 >= slots.max_len[live.slots[sent]]]
+        reasons[last[self._completed(live.slots[last], slots)]] = DoneReason.GRAMMAR
+        if not whole.any():
+            return drawn._replace(reasons=reasons)
+        kept = np.flatnonzero(~whole)  # a row that is complete already brings no token
+        return drawn._replace(
+            tokens=drawn.tokens[kept],
+            logprobs=drawn.logprobs[kept],
+            top_ids=[drawn.top_ids[i] for i in kept.tolist()],
+            top_logprobs=[drawn.top_logprobs[i] for i in kept.tolist()],
+            counts=(~whole).astype(np.int64),
+            reasons=reasons,
+        )
+
+    def _advance(
+        self, at: NDArray[np.int64], slots: SlotTable, tokens: NDArray[np.int32]
+    ) -> NDArray[np.bool_]:
+        """The next masks are made while the next forward pass runs; which tokens were sent.
+
+        A stop id ends the output and is none of the worker's business.
+        """
+        ends = [
+            token in slots.request(slot).stop_ids
+            for slot, token in zip(at.tolist(), tokens.tolist(), strict=True)
+        ]
+        goes = ~np.array(ends, bool)
+        at, tokens = at[goes], tokens[goes]
+        if len(at):
+            news = np.zeros(len(at), TOKEN)
+            news["slot"], news["serial"] = at, self._serial[at]
+            news["position"], news["token"] = slots.total_len[at], tokens
+            self._told[at] = slots.total_len[at] + 1
+            self._due[at] = time.monotonic() + HANG_S
+            self._process.send([Advance(news.tobytes())])
+        return goes
+
+    def _completed(self, at: NDArray[np.int64], slots: SlotTable) -> NDArray[np.bool_]:
+        """Whether the token that was just sent completes the output of each slot."""
+        if not len(at):
+            return np.zeros(0, bool)
+        known = self._await(at, slots.total_len[at] + 1, LAST_S)
+        return known & (self._state[at] == MaskState.COMPLETE)
+
+    def _report(self, stay: _Stay) -> None:
+        attributes: dict[str, str | int | float | bool] = {
+            "compile_ms": stay.compile_ns / 1e6,
+            "from_cache": stay.from_cache,
+            "masks": stay.num_masks,
+            "missed": stay.num_missed,
+            "wait_ms": stay.wait_ns / 1e6,
+        }
+        if stay.problem:
+            attributes["problem"] = stay.problem
+        self._on_span(stay.traceparent, stay.begin_ns, time.time_ns(), attributes)

@@ -1,0 +1,106 @@
+"""Compiled grammars: made in threads, within a time, and kept."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+from llguidance import LLMatcher
+
+from deepmesh.grammars import GrammarError, compile_limits, llguidance_source
+from deepmesh.wire.messages import Grammar
+from services.executor.masks.vocabulary import MaskVocabulary
+
+
+class Compiled:
+    """A grammar that is being compiled, or has been."""
+
+    def __init__(self, begin_ns: int) -> None:
+        self.begin_ns, self.end_ns = begin_ns, 0
+        self.matcher: LLMatcher | None = None  # at the start of an output; never consumes
+        self.problem = ""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is a matcher, or never will be."""
+        return bool(self.end_ns)
+
+
+class GrammarStore:
+    """Grammars by hash, the least recently used forgotten first."""
+
+    def __init__(
+        self,
+        vocabulary: MaskVocabulary,
+        *,
+        size: int,
+        limit_s: float,
+        threads: int,
+        wake: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            size: how many compiled ones are kept.
+            limit_s: after so long a grammar is given up.
+            threads: that compile at the same time.
+            wake: called from another thread when one is done.
+        """
+        self._vocabulary, self._size = vocabulary, size
+        self._limit_ns = round(limit_s * 1e9)
+        self._wake = wake
+        self._kept: OrderedDict[tuple[bytes, str, str], Compiled] = OrderedDict()
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="compile")
+
+    def get(self, grammar: Grammar) -> tuple[Compiled, bool]:
+        """The grammar, and whether it was there already; ordered if not."""
+        key = (grammar.hash, grammar.kind, grammar.text)
+        if found := self._kept.get(key):
+            self._kept.move_to_end(key)
+            return found, True
+        compiled = self._kept[key] = Compiled(time.time_ns())
+        while len(self._kept) > self._size:
+            self._kept.popitem(last=False)
+        done = self._threads.submit(self._compile, grammar)
+        done.add_done_callback(lambda done: self._finish(compiled, done))
+        return compiled, False
+
+    def give_up_late(self) -> None:
+        """What has been compiling for too long is a failure, whatever comes of it."""
+        now_ns = time.time_ns()
+        for compiled in self._kept.values():
+            if not compiled.is_done and now_ns - compiled.begin_ns > self._limit_ns:
+                limit_s = self._limit_ns / 1e9
+                compiled.problem = f"it takes more than {limit_s:g} s to compile: simplify it"
+                compiled.end_ns = now_ns
+
+    def close(self) -> None:
+        """Compile nothing more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        """In a thread. Its first mask is made here, too: that is the slow one."""
+        matcher = LLMatcher(
+            self._vocabulary.tokenizer,
+            llguidance_source(grammar),
+            log_level=0,
+            limits=compile_limits(),
+        )
+        if matcher.is_error():
+            raise GrammarError(matcher.get_error())
+        scratch = np.zeros(self._vocabulary.num_words, np.int32)
+        matcher.unsafe_compute_mask_ptr(scratch.ctypes.data, scratch.nbytes)
+        if matcher.is_error():
+            raise GrammarError(matcher.get_error())
+        return matcher
+
+    def _finish(self, compiled: Compiled, done: "Future[LLMatcher]") -> None:
+        if done.cancelled() or compiled.is_done:
+            return
+        error = done.exception()
+        if error is None:
+            compiled.matcher = done.result()
+        else:
+            compiled.problem = str(error) or type(error).__name__
+        compiled.end_ns = time.time_ns()
+        self._wake()

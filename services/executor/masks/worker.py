@@ -1,0 +1,168 @@
+"""The mask worker's loop: tokens in, masks out. The one owner of grammars and their matchers."""
+
+import contextlib
+import logging
+import os
+import selectors
+import socket
+import time
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.executor.masks.constraint import Constraint
+from services.executor.masks.protocol import (
+    ANSWER,
+    TOKEN,
+    Advance,
+    Answers,
+    Close,
+    Frames,
+    MaskState,
+    Message,
+    Open,
+    Opened,
+    Ready,
+)
+from services.executor.masks.store import Compiled, GrammarStore
+from services.executor.masks.vocabulary import MaskVocabulary
+
+_log = logging.getLogger(__name__)
+FLUSH_NS = 300_000  # answers that are ready do not wait longer for those behind them
+LOOK_S = 0.25  # how often late compilations are looked for
+
+
+class Worker:
+    """Serves one executor until its end of the socket closes."""
+
+    def __init__(
+        self,
+        end: socket.socket,
+        masks: NDArray[np.int32],
+        vocabulary: MaskVocabulary,
+        *,
+        cache_size: int,
+        compile_s: float,
+        threads: int,
+    ) -> None:
+        """`masks`: [num_slots, num_words], the memory that the executor reads."""
+        self._frames, self._end = Frames(end), end
+        self._masks, self._vocabulary = masks, vocabulary
+        self._awake, self._waker = socket.socketpair()
+        self._awake.setblocking(False)
+        self._waker.setblocking(False)
+        self._store = GrammarStore(
+            vocabulary, size=cache_size, limit_s=compile_s, threads=threads, wake=self._wake
+        )
+        self._open: dict[int, Constraint] = {}  # by serial
+        self._compiling: dict[int, tuple[Open, Compiled, list[int]]] = {}  # tokens came meanwhile
+        self._due: deque[int] = deque()  # serials whose next mask is to be filled
+        self._answers: list[tuple[int, int, int, int]] = []
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # awake already
+            self._waker.send(b"\0")
+
+    def run(self) -> None:
+        """Until the executor is gone."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._end, selectors.EVENT_READ)
+            selector.register(self._awake, selectors.EVENT_READ)
+            try:
+                self._frames.send([Ready(os.getpid())])
+                while True:
+                    # what is due is filled first; mail that is there goes before it
+                    timeout = 0 if self._due else LOOK_S if self._compiling else None
+                    self._turn({key.fileobj for key, _ in selector.select(timeout)})
+            except (EOFError, BrokenPipeError):
+                _log.info("the executor is gone")
+            finally:
+                self._store.close()
+
+    def _turn(self, readable: set[object]) -> None:
+        if self._awake in readable:
+            self._awake.recv(4096)
+        if self._end in readable:
+            for message in self._frames.receive():
+                self._on_message(message)
+        if self._compiling:
+            self._take_compiled()
+        self._fill_some()
+
+    # ------------------------------------------------------------ mail
+
+    def _on_message(self, message: Message) -> None:
+        match message:
+            case Open():
+                self._on_open(message)
+            case Advance(tokens=tokens):
+                for _, serial, position, token in np.frombuffer(tokens, TOKEN).tolist():
+                    self._on_token(serial, position, token)
+            case Close(serials=serials):
+                for serial in np.frombuffer(serials, "<u4").tolist():
+                    self._open.pop(serial, None)
+                    self._compiling.pop(serial, None)
+            case Ready() | Answers() | Opened():
+                raise AssertionError(f"a {type(message).__name__} is not for a worker")
+
+    def _on_open(self, order: Open) -> None:
+        compiled, is_known = self._store.get(order.grammar)
+        if compiled.is_done:
+            self._begin(order, compiled, [], from_cache=is_known)
+        else:
+            self._compiling[order.serial] = (order, compiled, [])
+
+    def _on_token(self, serial: int, position: int, token: int) -> None:
+        if waiting := self._compiling.get(serial):
+            waiting[2].append(token)
+        elif constraint := self._open.get(serial):
+            assert position == constraint.position, (
+                f"the token at {position} came when {constraint.position} was expected"
+            )
+            constraint.consume(token)
+            self._due.append(serial)
+
+    # ------------------------------------------------------------ grammars
+
+    def _take_compiled(self) -> None:
+        self._store.give_up_late()
+        done = [serial for serial, (_, compiled, _) in self._compiling.items() if compiled.is_done]
+        for serial in done:
+            self._begin(*self._compiling.pop(serial), from_cache=False)
+
+    def _begin(
+        self, order: Open, compiled: Compiled, tokens: list[int], *, from_cache: bool
+    ) -> None:
+        now_ns = time.time_ns()
+        begin_ns, end_ns = (now_ns, now_ns) if from_cache else (compiled.begin_ns, compiled.end_ns)
+        self._frames.send(
+            [Opened(order.serial, begin_ns, end_ns, from_cache, compiled.problem[:1000])]
+        )
+        if compiled.matcher is None:
+            self._answer(order.slot, order.serial, order.position, MaskState.BROKEN)
+            return
+        constraint = Constraint(order, compiled.matcher.deep_copy(), self._vocabulary)
+        for token in tokens:
+            constraint.consume(token)
+        self._open[order.serial] = constraint
+        self._due.append(order.serial)
+
+    # ------------------------------------------------------------ masks
+
+    def _fill_some(self) -> None:
+        """Fill what is due for a moment, and send what came of it."""
+        until_ns = time.monotonic_ns() + FLUSH_NS
+        while self._due:
+            constraint = self._open.get(self._due.popleft())
+            if constraint is not None:
+                state = constraint.fill(self._masks[constraint.slot])
+                self._answer(constraint.slot, constraint.serial, constraint.position, state)
+            if time.monotonic_ns() >= until_ns:
+                break
+        if self._answers:
+            rows, self._answers = np.array(self._answers, ANSWER), []
+            self._frames.send([Answers(rows.tobytes())])
+
+    def _answer(self, slot: int, serial: int, position: int, state: MaskState) -> None:
+        self._answers.append((slot, serial, position, state))
