@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from kernels.attention.pools import RowPool
+
 KEY_TILE = 256
 TOKEN_BATCH = 32  # keeps the products of a batch in the CPU's cache
 
@@ -10,7 +12,7 @@ TOKEN_BATCH = 32  # keeps the products of a batch in the CPU's cache
 def paged_scores_ref(
     queries: Tensor,
     weights: Tensor,
-    pool: Tensor,
+    pool: RowPool,
     blocks: Tensor,
     per_block: int,
     rows: Tensor,
@@ -25,7 +27,7 @@ def paged_scores_ref(
     for row in rows.unique().tolist():
         tokens = (rows == row).nonzero().squeeze(1)
         slots = blocks[row, block_of].clamp_min(0) * per_block + entries % per_block
-        keys = pool.index_select(0, slots).unsqueeze(0)
+        keys = pool.gather(slots).unsqueeze(0)
         args = queries[tokens], weights[tokens], keys, visible[tokens], bf16
         scores[tokens] = index_scores_ref(*args)[:, :num_keys]
     return scores

@@ -53,14 +53,18 @@ class RopeTable:
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) of int64 `positions` of any shape: [..., rope_dim / 2], float32."""
-        highest = int(positions.max()) if positions.numel() else -1
+        cos, sin = self.upto(int(positions.max()) if positions.numel() else -1)
+        return cos[positions], sin[positions]
+
+    def upto(self, highest: int) -> tuple[Tensor, Tensor]:
+        """(cos, sin) of positions 0 … highest at least: [positions, rope_dim / 2], float32."""
         while highest >= self._cos.shape[0]:
             start = self._cos.shape[0]
             block = torch.arange(start, start + TABLE_POSITIONS, dtype=torch.float32)
             angles = torch.outer(block, self._freqs)
             self._cos = torch.cat((self._cos, angles.cos()))
             self._sin = torch.cat((self._sin, angles.sin()))
-        return self._cos[positions], self._sin[positions]
+        return self._cos, self._sin
 
 
 def rotate(

@@ -4,10 +4,11 @@ import torch
 from torch import Tensor
 
 from kernels import native
+from kernels.attention.pools import RowPool, as_pool
 from kernels.attention.sparse_ref import sparse_attention_ref
 
 _A, _N = native.ADDRESS, native.COUNT
-_SOURCE = (_A, _N, _A, _N)
+_SOURCE = (_A, _N, _N, _A, _N)
 _attend = native.lazy(
     "attention", "sparse_attention", (_A, _N, _N, _N, *_SOURCE, *_SOURCE, _A, _N, _A, _N)
 )
@@ -15,9 +16,9 @@ _attend = native.lazy(
 
 def sparse_attention(
     queries: Tensor,
-    window: Tensor,
+    window: RowPool | Tensor,
     window_slots: Tensor,
-    compressed: Tensor | None,
+    compressed: RowPool | Tensor | None,
     compressed_slots: Tensor | None,
     sinks: Tensor,
     *,
@@ -27,7 +28,7 @@ def sparse_attention(
 
     Args:
         queries: [num_tokens, num_heads, head_dim], float32, rotated.
-        window: [num_slots + 1, head_dim], float32: paged rows of this layer; the last is zero.
+        window: paged rows of this layer, [num_slots + 1, head_dim]; the last is zero.
         window_slots: [num_tokens, window size], int64: rows of `window`; its last row for none.
         compressed, compressed_slots: the same for the compressed rows; None in layers without.
         sinks: [num_heads], float32: e^sink joins the denominator, unscaled, without a value.
@@ -36,11 +37,14 @@ def sparse_attention(
     Returns:
         [num_tokens, num_heads, head_dim], float32, not rotated back. Zero without any row.
     Error: 1e-5 relative to max|values|. Bits of a token depend on the contents of its own rows,
-    in slot order, not on slot numbers, other rows or other tokens.
+    in slot order, not on slot numbers, other rows or other tokens. Products are added in the order
+    of docs/decisions/0007-order-of-sums.md.
     Source: DeepSeek-V4.1 attention; softmax scale head_dim^-0.5.
     """
     if (compressed is None) != (compressed_slots is None):
         raise ValueError("sparse_attention: compressed rows and their slots go together")
+    window = as_pool(window)
+    compressed = None if compressed is None else as_pool(compressed)
     if native.library("attention") is None:
         return sparse_attention_ref(
             queries, window, window_slots, compressed, compressed_slots, sinks, bf16
@@ -62,7 +66,15 @@ def sparse_attention(
     return out
 
 
-def _source(pool: Tensor | None, slots: Tensor | None) -> tuple[int | None, int, int | None, int]:
+def _source(
+    pool: RowPool | None, slots: Tensor | None
+) -> tuple[int | None, int, int, int | None, int]:
     if pool is None or slots is None:
-        return None, 0, None, 0
-    return pool.data_ptr(), pool.shape[0] - 1, slots.data_ptr(), slots.shape[1]
+        return None, 0, 0, None, 0
+    return (
+        pool.rows.data_ptr(),
+        pool.row_format,
+        pool.null_row,
+        slots.data_ptr(),
+        slots.shape[1],
+    )

@@ -3,14 +3,16 @@
 import torch
 from torch import Tensor
 
+from kernels.attention.pools import RowPool
+
 TOKEN_BATCH = 64  # keeps the gathered rows of a batch in the CPU's cache
 
 
 def sparse_attention_ref(
     queries: Tensor,
-    window: Tensor,
+    window: RowPool,
     window_slots: Tensor,
-    compressed: Tensor | None,
+    compressed: RowPool | None,
     compressed_slots: Tensor | None,
     sinks: Tensor,
     bf16: bool,
@@ -21,15 +23,10 @@ def sparse_attention_ref(
         sources = [(window, window_slots[part])]
         if compressed is not None and compressed_slots is not None:
             sources.append((compressed, compressed_slots[part]))
-        rows = [gather_rows(pool, slots) for pool, slots in sources]
-        missing = [slots == pool.shape[0] - 1 for pool, slots in sources]
+        rows = [pool.gather(slots) for pool, slots in sources]
+        missing = [slots == pool.null_row for pool, slots in sources]
         out[part] = attend(queries[part], rows, missing, sinks, bf16)
     return out
-
-
-def gather_rows(pool: Tensor, slots: Tensor) -> Tensor:
-    """[num_tokens, n, head_dim] copies of the rows of `pool` at `slots`."""
-    return pool.index_select(0, slots.flatten()).unflatten(0, slots.shape)
 
 
 def attend(

@@ -8,6 +8,8 @@ from kernels.mhc.rms_norm_ref import rms_norm_ref
 from kernels.mhc.streams_ref import collapse_ref, expand_ref
 from kernels.quant.rounding_ref import round_bf16_ref
 
+MAX_STREAMS = 8  # of the native kernels
+
 _A, _N, _R = native.ADDRESS, native.COUNT, native.REAL
 _collapse = native.lazy("mhc", "collapse", (_A, _A, _N, _N, _N, _A, _R, _N, _A))
 _expand = native.lazy("mhc", "expand", (_A, _A, _A, _A, _N, _N, _N, _N, _A))
@@ -70,7 +72,7 @@ def expand(
         [num_tokens, hc, hidden], float32. Error before rounding: 1e-6 relative to the sum of
         the terms' magnitudes. Bits of a token depend on that token alone.
     """
-    if native.library("mhc") is None:
+    if native.library("mhc") is None or streams.shape[1] > MAX_STREAMS:
         return _rounded(expand_ref(streams, output, post, comb), bf16)
     streams, output = streams.contiguous(), output.contiguous()
     post, comb = post.contiguous(), comb.contiguous()

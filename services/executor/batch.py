@@ -8,6 +8,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from deepmesh.wire.messages import Pool
+from services.executor.interface import LiveRows
+from services.executor.slots import SlotTable
+
 NO_BLOCK = -1  # entry of a block table that holds nothing (released, or not there yet)
 NO_ID = -1  # Engram context before the first position of a request
 
@@ -52,6 +56,46 @@ class StepBatch:
     def num_rows(self) -> int:
         """Rows, that is requests."""
         return self.state_blocks.shape[0]
+
+    @staticmethod
+    def of_slots(
+        live: LiveRows, slots: SlotTable, num_logits: NDArray[np.int64], context_ids: int
+    ) -> "StepBatch":
+        """What `build` makes of these rows, without an object for each.
+
+        Args:
+            num_logits: of each row, at most its count: as `BatchRow.num_logits`.
+        Raises:
+            ValueError: a row lacks a block that it would write to.
+        """
+        starts, counts, held = live.starts, live.counts, live.slots
+        ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
+        row_of = np.repeat(np.arange(len(held)), counts)
+        positions = np.arange(ends[-1]) - ends[row_of] + starts[row_of]
+        width = -(-int((starts + counts).max(initial=1)) // slots.block_size)
+        tables = {pool: slots.tables[pool][held, :width] for pool in slots.tables}
+        blocks = positions // slots.block_size
+        for pool, table in tables.items():
+            missing = table[row_of, blocks] < 0
+            if missing.any():
+                first = int(missing.argmax())
+                raise ValueError(
+                    f"row {row_of[first]}: no {pool.name} block for position {positions[first]}"
+                )
+        before = starts[:, None] + np.arange(-context_ids, 0)
+        context = slots.tokens[held[:, None], np.maximum(before, 0)]
+        last = np.repeat(np.cumsum(num_logits), num_logits)
+        wanted = np.repeat(ends[1:], num_logits) - last + np.arange(len(last))
+        return StepBatch(
+            ids=torch.from_numpy(slots.tokens[held[row_of], positions].astype(np.int64)),
+            positions=torch.from_numpy(positions),
+            row_starts=torch.from_numpy(ends),
+            global_blocks=torch.from_numpy(tables[Pool.GLOBAL]),
+            window_blocks=torch.from_numpy(tables[Pool.WINDOW]),
+            state_blocks=torch.from_numpy(slots.state_block[held]),
+            engram_context=torch.from_numpy(np.where(before < 0, NO_ID, context).astype(np.int64)),
+            logit_tokens=torch.from_numpy(wanted),
+        )
 
     @staticmethod
     def build(rows: Sequence[BatchRow], context_ids: int = 3) -> "StepBatch":

@@ -8,27 +8,34 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deepmesh.wire.messages import Pool
+from kernels.attention.pools import RowFormat, RowPool
 from services.executor.kv_sizes import kv_sizes
 from services.executor.model_config import BLOCK_TOKENS, ModelConfig
 
-# What `export_block` gives. A kvstore must never fill a block with bytes of another layout, so
-# this is part of the fingerprint: change it with the order, the shapes or the type below.
-LAYOUT = "f32-1"
+
+def layout(*, packed: bool) -> str:
+    """Name of what `export_block` gives.
+
+    A kvstore must never fill a block with bytes of another layout, so this is part of the
+    fingerprint: change it with the order, the shapes or the types below.
+    """
+    return "packed-1" if packed else "f32-1"
 
 
 class KvCache:
-    """Tensors by pool. Rows hold float32, rounded to the cache formats unless `exact`.
+    """Tensors by pool. Rows are packed as they are released (see `RowFormat`) or plain float32.
 
     Behind the last block of each pool lies the null block, always zero and never written: index
     `num_*_blocks`. Gathers of positions that do not exist are sent there, so that they read
     finite zeros whatever other blocks hold.
 
     Attributes:
-        compressed: by KV source, [(num_global_blocks + 1) * 64 / ratio, head_dim].
-        index_keys: by KV source, [(num_global_blocks + 1) * 64 / ratio, index_head_dim].
-        window: [layers + draft stages, (num_window_blocks + 1) * 64, head_dim].
-        pairs: [num_state_blocks + 1, ratio-2 sources, 2, head_dim]: k and g of the even token
-            of the open group.
+        packed: rows are uint8 and hold FP8 or FP4; else float32, for numerics "exact".
+        compressed: by KV source, [(num_global_blocks + 1) * 64 / ratio, row].
+        index_keys: by KV source, [(num_global_blocks + 1) * 64 / ratio, row].
+        window: [layers + draft stages, (num_window_blocks + 1) * 64, row].
+        pairs: [num_state_blocks + 1, ratio-2 sources, 2, head_dim], float32: k and g of the even
+            token of the open group.
     """
 
     def __init__(
@@ -38,46 +45,61 @@ class KvCache:
         num_window_blocks: int,
         num_state_blocks: int,
         *,
+        packed: bool = True,
         device: str = "cpu",
     ) -> None:
-        self.config = config
+        self.config, self.packed = config, packed
         self.num_blocks = (num_global_blocks, num_window_blocks, num_state_blocks)
         if min(self.num_blocks) < 1:
             raise ValueError(f"each pool needs a block, not {self.num_blocks}")
-        dim, index_dim = config.head_dim, config.index_head_dim
 
-        def rows(blocks: int, per_block: int, *tail: int) -> Tensor:
-            return torch.zeros((blocks + 1) * per_block, *tail, device=device)
+        def rows(row_format: RowFormat, dim: int, *size: int) -> Tensor:
+            width = row_format.row_bytes(dim) if packed else dim
+            dtype = torch.uint8 if packed else torch.float32
+            return torch.zeros(*size, width, dtype=dtype, device=device)
 
         self.compressed: dict[int, Tensor] = {}
         self.index_keys: dict[int, Tensor] = {}
         for source in config.kv_source_layer_ids:
-            entries = BLOCK_TOKENS // config.compress_ratios[source]
-            self.compressed[source] = rows(num_global_blocks, entries, dim)
-            self.index_keys[source] = rows(num_global_blocks, entries, index_dim)
+            entries = (num_global_blocks + 1) * BLOCK_TOKENS // config.compress_ratios[source]
+            self.compressed[source] = rows(RowFormat.FP4_E4M3, config.head_dim, entries)
+            self.index_keys[source] = rows(RowFormat.FP4_UE8M0, config.index_head_dim, entries)
         layers = config.num_hidden_layers + config.num_stages
-        self.window = torch.zeros(
-            layers, (num_window_blocks + 1) * BLOCK_TOKENS, dim, device=device
+        window_rows = (num_window_blocks + 1) * BLOCK_TOKENS
+        self.window = rows(RowFormat.FP8, config.head_dim, layers, window_rows)
+        self.pairs = torch.zeros(
+            num_state_blocks + 1,
+            len(config.pair_source_layer_ids),
+            2,
+            config.head_dim,
+            device=device,
         )
-        self.pairs = rows(num_state_blocks, 1, len(config.pair_source_layer_ids), 2, dim)
+
+    def window_pool(self, layer: int) -> RowPool:
+        """Window rows of a layer or draft stage."""
+        return self._pool(self.window[layer], RowFormat.FP8, self.config.head_dim)
+
+    def compressed_pool(self, source: int) -> RowPool:
+        """Compressed rows of a KV source."""
+        return self._pool(self.compressed[source], RowFormat.FP4_E4M3, self.config.head_dim)
+
+    def key_pool(self, source: int) -> RowPool:
+        """Index keys of a KV source."""
+        return self._pool(self.index_keys[source], RowFormat.FP4_UE8M0, self.config.index_head_dim)
+
+    def _pool(self, rows: Tensor, row_format: RowFormat, dim: int) -> RowPool:
+        return RowPool(rows, row_format if self.packed else RowFormat.FLOAT, dim)
 
     @staticmethod
-    def bytes_per_block(config: ModelConfig) -> tuple[int, int, int]:
-        """Bytes of a block of each pool in the packed formats: global, window, state."""
-        return kv_sizes(config).per_block
-
-    @staticmethod
-    def float_bytes_per_block(config: ModelConfig) -> tuple[int, int, int]:
-        """Bytes that a block of each pool takes here, in float32."""
+    def block_bytes(config: ModelConfig, *, packed: bool = True) -> tuple[int, int, int]:
+        """Bytes that a block of each pool takes: global, window, state."""
+        state = len(config.pair_source_layer_ids) * 2 * config.head_dim * 4
+        if packed:
+            return *kv_sizes(config).per_block[:2], state
         width = 4 * (config.head_dim + config.index_head_dim)
         entries = sum(BLOCK_TOKENS // config.compress_ratios[i] for i in config.kv_source_layer_ids)
         layers = config.num_hidden_layers + config.num_stages
-        pairs = len(config.pair_source_layer_ids)
-        return (
-            entries * width,
-            BLOCK_TOKENS * layers * config.head_dim * 4,
-            pairs * 2 * config.head_dim * 4,
-        )
+        return entries * width, BLOCK_TOKENS * layers * config.head_dim * 4, state
 
     def copy_block(self, pool: Pool, src: int, dst: int) -> None:
         """Copy a whole block, all layers of it."""
@@ -87,24 +109,23 @@ class KvCache:
     def zero_block(self, pool: Pool, block: int) -> None:
         """Fill a block with zeros."""
         for rows in self._blocks(pool):
-            rows[:, self._check(pool, block)] = 0.0
+            rows[:, self._check(pool, block)] = 0
 
     def poison_block(self, pool: Pool, block: int) -> None:
         """Fill a block with NaN: whoever reads it before writing it is found out."""
         for rows in self._blocks(pool):
-            rows[:, self._check(pool, block)] = float("nan")
+            rows[:, self._check(pool, block)] = 0xFF  # NaN in every format that a row may have
 
     def export_block(self, pool: Pool, block: int, out: NDArray[np.uint8]) -> None:
         """Copy all that a block holds to host memory.
 
-        Layout (`LAYOUT`), all float32 in the machine's byte order, little-endian wherever this
-        runs: a global block is, for each KV source in ascending layer, its compressed rows
-        [64 / ratio, head_dim] and then its index keys [64 / ratio, index_head_dim]; a window
-        block is [layers + draft stages, 64, head_dim]; a state block is
-        [ratio-2 sources, 2, head_dim].
+        Layout (`layout`), numbers of several bytes in the machine's order, little-endian wherever
+        this runs: a global block is, for each KV source in ascending layer, its compressed rows
+        [64 / ratio, row] and then its index keys [64 / ratio, row]; a window block is
+        [layers + draft stages, 64, row]; a state block is [ratio-2 sources, 2, head_dim], float32.
 
         Args:
-            out: uint8 [float_bytes_per_block of the pool], 4-byte aligned.
+            out: uint8 [block_bytes of the pool].
         Raises:
             IndexError: there is no such block.
         """
@@ -124,12 +145,12 @@ class KvCache:
         self, pool: Pool, block: int, data: NDArray[np.uint8]
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Pairs of equal shape: a view of `data`, and what the pool holds."""
-        floats, at = torch.from_numpy(data.view(np.float32)), 0
+        given, at = torch.from_numpy(data), 0
         for rows in self._blocks(pool):
             held = rows[:, self._check(pool, block)]
-            yield floats[at : at + held.numel()].view(held.shape), held
+            yield given[at : at + held.numel()].view(held.shape), held
             at += held.numel()
-        assert at == len(floats), f"{4 * at} bytes are a {pool.name} block, not {len(data)}"
+        assert at == len(given), f"{at} bytes are a {pool.name} block, not {len(given)}"
 
     def _check(self, pool: Pool, block: int) -> int:
         if not 0 <= block < self.num_blocks[pool]:
@@ -137,14 +158,16 @@ class KvCache:
         return block
 
     def _blocks(self, pool: Pool) -> list[Tensor]:
-        """Views [outer, blocks, rows, …] of every tensor of the pool."""
+        """Every tensor of the pool as bytes: [outer, blocks, bytes]."""
+        match pool:
+            case Pool.WINDOW:
+                tensors, outer = [self.window], self.window.shape[0]
+            case Pool.STATE:
+                tensors, outer = [self.pairs], 1
+            case Pool.GLOBAL:
+                sources = self.config.kv_source_layer_ids
+                tensors = [x for i in sources for x in (self.compressed[i], self.index_keys[i])]
+                outer = 1
         count = self.num_blocks[pool] + 1
-        if pool is Pool.WINDOW:
-            return [self.window.unflatten(1, (count, BLOCK_TOKENS))]
-        if pool is Pool.STATE:
-            return [self.pairs.unflatten(0, (1, count))]
-        return [
-            rows.unflatten(0, (1, count, -1))
-            for source in self.config.kv_source_layer_ids
-            for rows in (self.compressed[source], self.index_keys[source])
-        ]
+        each = [tensor.view(torch.uint8) for tensor in tensors]
+        return [flat.view(outer, count, flat.numel() // (outer * count)) for flat in each]

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from deepmesh.config import Config
 from deepmesh.wire.messages import BlockOp, Capacity, Load, OpKind, Pool, SubmitStep
-from services.executor.batch import BatchRow, StepBatch
+from services.executor.batch import StepBatch
 from services.executor.capacity import fingerprint, plan_capacity
 from services.executor.device_clock import WorkerClock
 from services.executor.interface import LiveRows, OnProgress, Sampled
-from services.executor.kv_cache import LAYOUT, KvCache
+from services.executor.kv_cache import KvCache, layout
 from services.executor.kv_copy import Bytes
 from services.executor.model_config import ModelConfig
 from services.executor.models.outputs import StepOutput
@@ -73,7 +73,9 @@ class ModelEngine:
                 exchange=self._group,
                 progress=on_progress,
             )
-            self._fingerprint = fingerprint(path, order.numerics, f"cpu {LAYOUT}")
+            self._packed = order.numerics != "exact"  # which rounds no rows
+            engine = f"cpu {layout(packed=self._packed)}"
+            self._fingerprint = fingerprint(path, order.numerics, engine)
             self._make_cache(order)
             self._loaded = wanted
         return msgspec.structs.replace(
@@ -103,7 +105,7 @@ class ModelEngine:
             self._config,
             model,
             order,
-            bytes_per_block=KvCache.float_bytes_per_block(model),
+            bytes_per_block=KvCache.block_bytes(model, packed=self._packed),
             memory_bytes=int(memory * POOL_SHARE / order.ranks),  # they may share a machine
         )
         self.cache = KvCache(
@@ -111,11 +113,12 @@ class ModelEngine:
             capacity.num_global_blocks,
             capacity.num_window_blocks,
             capacity.num_state_blocks,
+            packed=self._packed,
         )
         self._capacity = msgspec.structs.replace(
             capacity,
             fingerprint=self._fingerprint,
-            block_bytes=KvCache.float_bytes_per_block(model),
+            block_bytes=KvCache.block_bytes(model, packed=self._packed),
         )
 
     def run_ops(self, ops: Sequence[BlockOp]) -> None:
@@ -146,29 +149,14 @@ class ModelEngine:
         if not len(live.rows):
             self._model.serve()
             return spread(None, live.rows, 0)
-        rows = [self._row(live, slots, i) for i in range(len(live.rows))]
-        batch = StepBatch.build(rows, self._model.config.context_ids)
+        wanted = live.samples.astype(np.int64)
+        batch = StepBatch.of_slots(live, slots, wanted, self._model.config.context_ids)
         output = self._model.forward(batch, self.cache)
         asking = np.flatnonzero(live.samples)
         if not len(asking):
-            return spread(None, asking, len(rows))
+            return spread(None, asking, len(live.rows))
         drawn = sample(output.logits, [self._sample_row(live, slots, i) for i in asking.tolist()])
-        return spread(drawn, asking, len(rows))
-
-    def _row(self, live: LiveRows, slots: SlotTable, i: int) -> BatchRow:
-        slot, start = int(live.slots[i]), int(live.starts[i])
-        end = start + int(live.counts[i])
-        num_blocks = -(-end // slots.block_size)
-        first_context = max(0, start - self._model.config.context_ids)
-        return BatchRow(
-            ids=slots.tokens[slot, start:end],
-            start=start,
-            global_blocks=slots.tables[Pool.GLOBAL][slot, :num_blocks],
-            window_blocks=slots.tables[Pool.WINDOW][slot, :num_blocks],
-            state_block=int(slots.state_block[slot]),
-            context=slots.tokens[slot, first_context:start],
-            num_logits=int(live.samples[i]),
-        )
+        return spread(drawn, asking, len(live.rows))
 
     def _sample_row(self, live: LiveRows, slots: SlotTable, i: int) -> SampleRow:
         slot = int(live.slots[i])

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from kernels import native
 from kernels.attention.block_slots import BlockTable
-from kernels.attention.cache_rows import RowFormat, cache_rows
+from kernels.attention.cache_rows import store_rows
 from kernels.attention.compress import pool_pairs
 from kernels.attention.index_scores import index_scores
+from kernels.attention.pools import RowFormat, RowPool
 from kernels.attention.rope import rotate
 from kernels.attention.select import candidate_blocks, top_k_indices
 from kernels.attention.sparse import sparse_attention
@@ -202,20 +203,13 @@ def test_attention(hidden: int, inner: int, heads: int, dim: int, rope: int, bf1
 @pytest.mark.parametrize("row_format", RowFormat)
 def test_cache_rows_go_to_their_slots(row_format: RowFormat) -> None:
     def run() -> Outputs:
-        pool, slots = torch.zeros(9, 64), torch.tensor([7, 0, 3])
+        is_float = row_format is RowFormat.FLOAT
+        held = torch.zeros(9, 64) if is_float else torch.zeros(9, row_format.row_bytes(64)).byte()
+        pool, slots = RowPool(held, row_format, 64), torch.tensor([7, 0, 3])
         cos, sin = torch.rand(3, 8), torch.rand(3, 8)
-        cache_rows(
-            torch.randn(3, 64),
-            cos,
-            sin,
-            row_format=row_format,
-            bf16=True,
-            weight=torch.rand(64),
-            eps=1e-6,
-            slots=slots,
-            pool=pool,
-        )
-        return (pool,)
+        x, weight = torch.randn(3, 64), torch.rand(64)
+        store_rows(x, cos, sin, pool, slots, bf16=True, weight=weight, eps=1e-6)
+        return (pool.gather(torch.arange(9)),)
 
     (found,), (wanted,) = pair(run)
     assert torch.equal(

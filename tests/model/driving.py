@@ -11,7 +11,6 @@ from torch import Tensor
 from deepmesh.wire.messages import Pool
 from services.executor.batch import BatchRow, StepBatch
 from services.executor.kv_cache import KvCache
-from services.executor.model_config import ModelConfig
 from services.executor.models.deepseek_v41 import DeepseekV41
 from services.executor.weights import load_model
 
@@ -56,11 +55,15 @@ class Request:
         )
 
 
-def poisoned_cache(
-    config: ModelConfig, num_global: int, num_window: int, num_state: int
-) -> KvCache:
+def cache_for(model: DeepseekV41, num_global: int, num_window: int, num_state: int) -> KvCache:
+    """Pools that keep rows as the model's numerics want them."""
+    packed = model.numerics != "exact"
+    return KvCache(model.config, num_global, num_window, num_state, packed=packed)
+
+
+def poisoned_cache(model: DeepseekV41, num_global: int, num_window: int, num_state: int) -> KvCache:
     """Pools full of NaN: reading anything before it is written shows."""
-    cache = KvCache(config, num_global, num_window, num_state)
+    cache = cache_for(model, num_global, num_window, num_state)
     for pool in Pool:
         for block in range(cache.num_blocks[pool]):
             cache.poison_block(pool, block)
@@ -107,7 +110,7 @@ def run_steps(
 def alone(model: DeepseekV41, ids: Sequence[int]) -> Outputs:
     """One request, whole, in one step."""
     blocks = range(-(-len(ids) // 64))
-    cache = KvCache(model.config, len(blocks), len(blocks), 1)
+    cache = cache_for(model, len(blocks), len(blocks), 1)
     return run_steps(model, cache, [Request(ids, blocks, blocks, 0)], [])[0]
 
 

@@ -43,7 +43,9 @@ def test_sizes_of_the_released_cache() -> None:
     assert sizes.state_block == 3 * 2 * 512 * 4 + 3 * 4
     assert 2.8e6 < sizes.resumable_point < 3.0e6
     assert exact_halo(config) == 5081
-    assert KvCache.bytes_per_block(config) == sizes.per_block
+    held = KvCache.block_bytes(config)
+    assert held[:2] == sizes.per_block[:2]
+    assert held[2] + 4 * config.context_ids == sizes.per_block[2]  # ids lie in the slots
 
 
 def test_tensors_of_the_released_checkpoint() -> None:

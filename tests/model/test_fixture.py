@@ -11,7 +11,7 @@ from torch import Tensor
 from services.executor.batch import StepBatch
 from services.executor.kv_cache import KvCache
 from services.executor.models.outputs import DraftBatch, DraftOutput
-from tests.model.driving import FIXTURE, Request, fixture_model, relative
+from tests.model.driving import FIXTURE, Request, cache_for, fixture_model, relative
 
 BLOCKS = ([3, 1], [0, 5])
 
@@ -38,7 +38,7 @@ def run(numerics: str) -> tuple[dict[str, Tensor], DraftOutput, KvCache]:
     """Every intermediate of the whole prompt in one step, and the draft behind it."""
     model = fixture_model(numerics)
     seen: dict[str, Tensor] = {}
-    cache = KvCache(model.config, 8, 8, 2)
+    cache = cache_for(model, 8, 8, 2)
     request = Request(prompt(), *BLOCKS, state_block=1)
     batch = StepBatch.build([request.row(len(request.ids))])
     out = model.forward(batch, cache, tap=seen.__setitem__)

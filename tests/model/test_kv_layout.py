@@ -9,51 +9,63 @@ import torch
 from deepmesh.config import load_config as load_mesh_config
 from deepmesh.wire.messages import Load, Pool
 from services.executor.capacity import fingerprint
-from services.executor.kv_cache import LAYOUT, KvCache
+from services.executor.kv_cache import KvCache, layout
 from services.executor.model_config import BLOCK_TOKENS, load_config
 from services.executor.runner import ModelEngine
 
 MODEL = Path(__file__).parents[2] / "models/tiny"
 
 
-@pytest.fixture
-def cache() -> KvCache:
-    """Every number in it is another one."""
-    made = KvCache(load_config(MODEL), 4, 4, 4)
-    tensors = [made.window, made.pairs, *made.compressed.values(), *made.index_keys.values()]
-    start = 0
-    for tensor in tensors:
-        tensor.copy_(torch.arange(start, start + tensor.numel()).view(tensor.shape))
-        start += tensor.numel()
-    assert start < 1 << 24, "float32 tells them apart"
+def make_cache(*, packed: bool) -> KvCache:
+    """Every byte of it is drawn."""
+    made = KvCache(load_config(MODEL), 4, 4, 4, packed=packed)
+    draw = torch.Generator().manual_seed(0)
+    for tensor in (made.window, made.pairs, *made.compressed.values(), *made.index_keys.values()):
+        held = tensor.view(torch.uint8)
+        held.copy_(torch.randint(256, held.shape, generator=draw, dtype=torch.uint8))
     return made
 
 
+@pytest.fixture(params=[True, False], ids=["packed", "floats"])
+def cache(request: pytest.FixtureRequest) -> KvCache:
+    return make_cache(packed=request.param)
+
+
 def exported(cache: KvCache, pool: Pool, block: int) -> np.ndarray:
-    out = np.zeros(KvCache.float_bytes_per_block(cache.config)[pool], np.uint8)
+    out = np.zeros(KvCache.block_bytes(cache.config, packed=cache.packed)[pool], np.uint8)
     cache.export_block(pool, block, out)
     return out
 
 
-def expected(cache: KvCache, pool: Pool, block: int) -> torch.Tensor:
+def expected(cache: KvCache, pool: Pool, block: int) -> bytes:
     """The documented order, written down a second time."""
     if pool is Pool.WINDOW:
-        return cache.window[:, block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS].reshape(-1)
+        rows = cache.window[:, block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]
+        return rows.contiguous().numpy().tobytes()
     if pool is Pool.STATE:
-        return cache.pairs[block].reshape(-1)
-    parts: list[torch.Tensor] = []
+        return cache.pairs[block].numpy().tobytes()
+    parts = b""
     for layer in sorted(cache.config.kv_source_layer_ids):
         entries = BLOCK_TOKENS // cache.config.compress_ratios[layer]
         for rows in (cache.compressed[layer], cache.index_keys[layer]):
-            parts.append(rows[block * entries : (block + 1) * entries].reshape(-1))
-    return torch.cat(parts)
+            parts += rows[block * entries : (block + 1) * entries].numpy().tobytes()
+    return parts
 
 
 @pytest.mark.parametrize("pool", list(Pool))
 def test_a_block_is_laid_out_as_documented(cache: KvCache, pool: Pool) -> None:
-    assert LAYOUT == "f32-1", "another layout: write the new one down here, too"
-    got = exported(cache, pool, 2).view("<f4")
-    assert np.array_equal(got, expected(cache, pool, 2).numpy())
+    wanted = "packed-1" if cache.packed else "f32-1"
+    assert layout(packed=cache.packed) == wanted, "another layout: write the new one down here, too"
+    assert exported(cache, pool, 2).tobytes() == expected(cache, pool, 2)
+
+
+def test_packed_rows_have_the_released_sizes() -> None:
+    """Window FP8 with a scale for 32, compressed FP4 with one for 16, keys FP4 with one for 32."""
+    made = make_cache(packed=True)
+    dim, key = made.config.head_dim, made.config.index_head_dim
+    assert made.window.shape[2] == dim + dim // 32
+    assert {rows.shape[1] for rows in made.compressed.values()} == {dim // 2 + dim // 16}
+    assert {rows.shape[1] for rows in made.index_keys.values()} == {key // 2 + key // 32}
 
 
 @pytest.mark.parametrize("pool", list(Pool))
@@ -79,9 +91,10 @@ def test_a_block_that_is_not_there_is_refused(cache: KvCache) -> None:
             cache.import_block(Pool.GLOBAL, block, data)
 
 
-def test_the_layout_is_part_of_the_fingerprint() -> None:
+@pytest.mark.parametrize(("numerics", "packed"), [("fp32", True), ("exact", False)])
+def test_the_layout_is_part_of_the_fingerprint(numerics: str, packed: bool) -> None:
     config = load_mesh_config(None)
-    capacity = ModelEngine(config).load(Load(1, 0, 1, str(MODEL), "fp32"), lambda *_: None)
-    assert capacity.block_bytes == KvCache.float_bytes_per_block(load_config(MODEL))
-    assert capacity.fingerprint == fingerprint(MODEL, "fp32", f"cpu {LAYOUT}")
-    assert capacity.fingerprint != fingerprint(MODEL, "fp32", "cpu f32-0")
+    capacity = ModelEngine(config).load(Load(1, 0, 1, str(MODEL), numerics), lambda *_: None)
+    assert capacity.block_bytes == KvCache.block_bytes(load_config(MODEL), packed=packed)
+    assert capacity.fingerprint == fingerprint(MODEL, numerics, f"cpu {layout(packed=packed)}")
+    assert capacity.fingerprint != fingerprint(MODEL, numerics, "cpu f32-0")

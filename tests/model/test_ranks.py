@@ -13,9 +13,16 @@ from torch._C._distributed_c10d import HashStore
 
 from kernels.comm.gloo import GlooExchange
 from services.executor.batch import StepBatch
-from services.executor.kv_cache import KvCache
 from services.executor.weights import load_model, load_weights
-from tests.model.driving import FIXTURE, Request, alone, fixture_model, random_ids, same_bits
+from tests.model.driving import (
+    FIXTURE,
+    Request,
+    alone,
+    cache_for,
+    fixture_model,
+    random_ids,
+    same_bits,
+)
 
 CAPACITY = 200
 
@@ -43,7 +50,7 @@ def spread(
                 continue
             ids = requests_by_rank[rank][number]
             blocks = range(-(-len(ids) // 64))
-            cache = KvCache(model.config, len(blocks), len(blocks), 1)
+            cache = cache_for(model, len(blocks), len(blocks), 1)
             batch = StepBatch.build([Request(ids, blocks, blocks, 0).row(len(ids))])
             out.append(model.forward(batch, cache).logits)
         del group

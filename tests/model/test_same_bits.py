@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from deepmesh.wire.messages import Pool
 from services.executor.batch import StepBatch
-from services.executor.kv_cache import KvCache
 from services.executor.models.outputs import DraftBatch
 from tests.model.driving import (
     Outputs,
     Request,
     alone,
+    cache_for,
     fixture_model,
     poisoned_cache,
     random_ids,
@@ -69,13 +69,13 @@ def check(numerics: str, found: list[Outputs]) -> None:
 def test_any_mixture_of_rows(
     numerics: str, steps: list[list[tuple[int, int]]], order: list[int]
 ) -> None:
-    cache = poisoned_cache(fixture_model(numerics).config, 6, 6, 6)
+    cache = poisoned_cache(fixture_model(numerics), 6, 6, 6)
     check(numerics, run_steps(fixture_model(numerics), cache, requests(order), steps))
 
 
 @pytest.mark.parametrize("numerics", NUMERICS)
 def test_token_by_token(numerics: str) -> None:
-    cache = poisoned_cache(fixture_model(numerics).config, 6, 6, 6)
+    cache = poisoned_cache(fixture_model(numerics), 6, 6, 6)
     one_each = [[(0, 1), (1, 1), (2, 1)]] * max(LENGTHS)
     check(numerics, run_steps(fixture_model(numerics), cache, requests(range(6)), one_each))
 
@@ -83,7 +83,7 @@ def test_token_by_token(numerics: str) -> None:
 @pytest.mark.parametrize("numerics", NUMERICS)
 def test_a_request_goes_on_in_copied_blocks(numerics: str) -> None:
     model = fixture_model(numerics)
-    cache = poisoned_cache(model.config, 4, 4, 2)
+    cache = poisoned_cache(model, 4, 4, 2)
     request = Request(random_ids(90, seed=0), [0, 1], [0, 1], 0)
     head = model.forward(StepBatch.build([request.row(67)]), cache)
     for pool, pairs in (
@@ -104,7 +104,7 @@ def test_window_blocks_behind_the_window_may_be_gone() -> None:
     model = fixture_model("fp32")
     ids = random_ids(150, seed=7)
     wanted = alone(model, ids)
-    cache = poisoned_cache(model.config, 3, 3, 1)
+    cache = poisoned_cache(model, 3, 3, 1)
     request = Request(ids, [0, 1, 2], [0, 1, 2], 0)
     model.forward(StepBatch.build([request.row(145)]), cache)
     request.done = 145  # window of 16: rows from 130 on, all in block 2
@@ -118,7 +118,7 @@ def test_window_blocks_behind_the_window_may_be_gone() -> None:
 @pytest.mark.parametrize("numerics", NUMERICS)
 def test_a_request_that_is_not_finite_fails_alone(numerics: str) -> None:
     model = fixture_model(numerics)
-    cache = KvCache(model.config, 6, 6, 6)
+    cache = cache_for(model, 6, 6, 6)
     three = requests(range(6))
     model.forward(StepBatch.build([request.row(40) for request in three]), cache)
     for request in three:
@@ -146,7 +146,7 @@ def test_two_threads_give_the_same_bits() -> None:
 def test_only_the_logits_asked_for() -> None:
     model = fixture_model("fp32")
     wanted = reference("fp32")
-    cache = KvCache(model.config, 6, 6, 6)
+    cache = cache_for(model, 6, 6, 6)
     three = requests(range(6))
     rows = [three[0].row(90, num_logits=0), three[1].row(77, 1), three[2].row(41, 3)]
     out = model.forward(StepBatch.build(rows), cache)
@@ -156,7 +156,7 @@ def test_only_the_logits_asked_for() -> None:
 @pytest.mark.parametrize("numerics", NUMERICS)
 def test_drafts_do_not_depend_on_batch_mates(numerics: str) -> None:
     model = fixture_model(numerics)
-    cache = KvCache(model.config, 6, 6, 6)
+    cache = cache_for(model, 6, 6, 6)
     three = requests([4, 2, 0, 5, 3, 1])
     batch = StepBatch.build([request.row(len(request.ids)) for request in three])
     model.forward(batch, cache)
@@ -175,7 +175,7 @@ def test_drafts_do_not_depend_on_batch_mates(numerics: str) -> None:
 
 def test_a_draft_early_in_a_request_sees_fewer_rows() -> None:
     model = fixture_model("exact")
-    cache = poisoned_cache(model.config, 1, 1, 1)
+    cache = poisoned_cache(model, 1, 1, 1)
     request = Request(random_ids(3, seed=1), [0], [0], 0)
     batch = StepBatch.build([request.row(3)])
     model.forward(batch, cache)
@@ -185,5 +185,5 @@ def test_a_draft_early_in_a_request_sees_fewer_rows() -> None:
 
 def test_an_empty_batch() -> None:
     model = fixture_model("bf16")
-    out = model.forward(StepBatch.build([]), KvCache(model.config, 1, 1, 1))
+    out = model.forward(StepBatch.build([]), cache_for(model, 1, 1, 1))
     assert out.logits.shape == (0, model.config.vocab_size)

@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-from kernels.attention.cache_rows import RowFormat, cache_rows
+from kernels.attention.cache_rows import cache_rows, store_rows
 from kernels.attention.compress import pool_pairs
 from kernels.attention.index_scores import index_scores
+from kernels.attention.pools import RowFormat, RowPool
 from kernels.attention.rope import rotate
 from kernels.attention.select import candidate_blocks, top_k_indices
 from kernels.attention.sparse import sparse_attention
@@ -44,16 +45,17 @@ class Attention:
         """u [num_tokens, hidden] -> the sublayer's output; writes this layer's cache rows."""
         angles = plan.compressed if self._ratio else plan.plain
         low_rank, queries, down = self.project(u, angles)
-        self.write_row(down, angles, plan.window_writes, cache.window[self._layer])
+        window = cache.window_pool(self._layer)
+        self.write_row(down, angles, plan.window_writes, window)
         compressed = slots = None
         if self._ratio:
             slots = self._select(u, low_rank, plan, cache, shared, tap)
             source = self._config.kv_source(self._layer)
             assert source is not None
-            compressed = cache.compressed[source]
+            compressed = cache.compressed_pool(source)
         attended = sparse_attention(
             queries,
-            cache.window[self._layer],
+            window,
             plan.window_slots,
             compressed,
             slots,
@@ -77,11 +79,18 @@ class Attention:
 
     def window_row(self, down: Tensor, angles: Angles) -> Tensor:
         """Window rows as they are stored, for rows that are not."""
-        return self._rows(down, angles, RowFormat.FP8, self._weights.kv_norm, None, None)
+        return cache_rows(
+            down,
+            *angles,
+            row_format=RowFormat.FP8 if self._num.rounds_caches else RowFormat.FLOAT,
+            bf16=self._num.bf16,
+            weight=self._weights.kv_norm,
+            eps=self._config.rms_norm_eps,
+        )
 
-    def write_row(self, down: Tensor, angles: Angles, slots: Tensor, window: Tensor) -> None:
+    def write_row(self, down: Tensor, angles: Angles, slots: Tensor, window: RowPool) -> None:
         """Store window rows."""
-        self._rows(down, angles, RowFormat.FP8, self._weights.kv_norm, slots, window)
+        self._store(down, angles, slots, window, self._weights.kv_norm)
 
     def output(self, attended: Tensor, angles: Angles) -> Tensor:
         """Rotate back (values carried the rotation), then the grouped low-rank output."""
@@ -89,25 +98,11 @@ class Attention:
         low_rank = self._num.linear(turned.flatten(1), self._weights.group_out)
         return self._num.fp8_linear(low_rank, self._weights.out)
 
-    def _rows(
-        self,
-        x: Tensor,
-        angles: Angles,
-        row_format: RowFormat,
-        norm: Tensor | None,
-        slots: Tensor | None,
-        pool: Tensor | None,
-    ) -> Tensor:
-        return cache_rows(
-            x,
-            *angles,
-            row_format=self._num.stored(row_format),
-            bf16=self._num.bf16,
-            weight=norm,
-            eps=self._config.rms_norm_eps,
-            slots=slots,
-            pool=pool,
-        )
+    def _store(
+        self, x: Tensor, angles: Angles, slots: Tensor, pool: RowPool, norm: Tensor | None
+    ) -> None:
+        eps = self._config.rms_norm_eps
+        store_rows(x, *angles, pool, slots, bf16=self._num.bf16, weight=norm, eps=eps)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self._config.rms_norm_eps, bf16=self._num.bf16)
@@ -157,9 +152,8 @@ class Attention:
         entry = self._norm(pooled, weights.norm)
         key = self._num.linear(entry, weights.index_key)
         angles, slots = ratio_plan.angles, ratio_plan.write_slots
-        pool, keys = cache.compressed[self._layer], cache.index_keys[self._layer]
-        self._rows(entry, angles, RowFormat.FP4_E4M3, None, slots, pool)
-        self._rows(key, angles, RowFormat.FP4_UE8M0, weights.index_key_norm, slots, keys)
+        self._store(entry, angles, slots, cache.compressed_pool(self._layer), None)
+        self._store(key, angles, slots, cache.key_pool(self._layer), weights.index_key_norm)
 
     def _pool(
         self,
@@ -231,7 +225,7 @@ class Attention:
         return index_scores(
             queries,
             self._num.act(per_head * (dim**-0.5 * heads**-0.5)),
-            cache.index_keys[source],
+            cache.key_pool(source),
             ratio_plan.table,
             group.rows,
             group.visible,

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from kernels.comm.comm import Exchange
+from kernels.comm.comm import Alone, Exchange
 from kernels.mhc.mix import HyperMix, hyper_mix
 from kernels.mhc.streams import collapse_norm, expand
-from kernels.moe.experts import expert_mlp, routed_experts
+from kernels.moe.experts import all_experts, expert_mlp, routed_experts
 from kernels.moe.gate import route
 from kernels.quant.linear import linear
 from services.executor.model_config import ModelConfig
@@ -40,6 +40,18 @@ class Moe:
             scaling=config.routed_scaling_factor,
             temperature=config.gate_temp,
         )
+        if isinstance(self._exchange, Alone):
+            return all_experts(
+                u,
+                expert_ids,
+                shares,
+                weights.w13,
+                weights.w2,
+                weights.shared_w13,
+                weights.shared_w2,
+                limit=config.swiglu_limit,
+                bf16=self._num.bf16,
+            )
         routed = self._routed(u, expert_ids, shares)
         shared = expert_mlp(
             u,

@@ -5,9 +5,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kernels import native
 from kernels.comm.comm import Alone, Exchange
-from kernels.mhc.streams import collapse, collapse_norm
-from kernels.quant.linear import linear
+from kernels.mhc.streams import MAX_STREAMS, collapse, collapse_norm
+from kernels.quant.linear import Kind, linear
 from services.executor.batch import StepBatch
 from services.executor.kv_cache import KvCache
 from services.executor.model_config import ModelConfig
@@ -19,10 +20,11 @@ from services.executor.models.numerics import Numerics
 from services.executor.models.outputs import DraftBatch, DraftOutput, StepOutput, Tap
 from services.executor.models.parameters import ModelWeights
 from services.executor.models.plan import Ropes, plan_step
+from services.executor.models.step_program import StepProgram
 
 
 class DeepseekV41:
-    """The main model and its draft stages. Holds weights only; all state is in `KvCache`.
+    """The main model and its draft stages. All state that lasts is in `KvCache`.
 
     Every output row depends, bit for bit, on its request's ids alone: not on the other rows of a
     batch, nor on how a request was cut into steps, nor on block numbers or threads.
@@ -40,6 +42,8 @@ class DeepseekV41:
         self._num = Numerics.named(numerics)
         self._ropes = Ropes(config)
         top_k, exchange = config.num_experts_per_tok, exchange or Alone()
+        self._exchange = exchange
+        self._program: StepProgram | None = None
         _check_experts(config, weights, exchange)
         self._attentions = [
             Attention(config, index, layer.attention, self._num)
@@ -66,8 +70,39 @@ class DeepseekV41:
         """Compute all tokens of `batch`, write their cache rows, and return the logits wanted.
 
         Rows may be prefill chunks and decode or verify rows of any width, in any mixture.
-        Draft stages' window rows are written along.
+        Draft stages' window rows are written along. Native kernels run as one program; it computes
+        the bits of the operations one by one, which run where `tap` looks at them or there are no
+        native kernels.
+
+        Raises:
+            ValueError: packed rows for numerics "exact", or plain ones for others.
         """
+        if cache.packed != self._num.rounds_caches:
+            kept = "packed rows" if cache.packed else "plain floats"
+            raise ValueError(f"numerics {self.numerics}: the cache holds {kept}")
+        library = native.library("step")
+        is_native = self.weights.head.kind is not Kind.PLAIN and library is not None
+        if tap is not None or not is_native or self.config.hc_mult > MAX_STREAMS:
+            return self._forward(batch, cache, tap)
+        program = self._program
+        if (
+            program is None
+            or program.cache is not cache
+            or program.library is not library
+            or program.max_tokens < batch.num_tokens
+        ):
+            program = self._program = StepProgram(
+                self.config,
+                self.weights,
+                self._num,
+                self._exchange,
+                self._ropes,
+                cache,
+                batch.num_tokens,
+            )
+        return program.run(batch)
+
+    def _forward(self, batch: StepBatch, cache: KvCache, tap: Tap | None) -> StepOutput:
         config = self.config
         plan = plan_step(batch, cache, config, self._ropes)
         order = config.engram_max_ngram_size

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kernels.attention.pools import RowPool
 from kernels.attention.sparse import sparse_attention
 from kernels.comm.comm import Alone
 from kernels.mhc.rms_norm import rms_norm
@@ -48,7 +49,7 @@ class DSpark:
         main = self._num.fp8_linear(features, self._weights.main_proj)
         main = self._norm(main, self._weights.main_norm)
         for stage, attention in enumerate(self._attentions):
-            window = cache.window[self._config.num_hidden_layers + stage]
+            window = cache.window_pool(self._config.num_hidden_layers + stage)
             attention.write_row(attention.project_row(main), plan.plain, plan.window_writes, window)
 
     def draft(self, batch: DraftBatch, cache: KvCache) -> DraftOutput:
@@ -77,7 +78,7 @@ class DSpark:
         slots = window_slots(table, rows, before, self._config.sliding_window)
         block_slots = rows.unsqueeze(1) * size + torch.arange(size)
         for stage, block in enumerate(self._blocks):
-            window = cache.window[self._config.num_hidden_layers + stage]
+            window = cache.window_pool(self._config.num_hidden_layers + stage)
             streams, carried = block(
                 streams,
                 carried,
@@ -92,7 +93,7 @@ class DSpark:
         stage: int,
         u: Tensor,
         angles: Angles,
-        window: Tensor,
+        window: RowPool,
         slots: Tensor,
         block_slots: Tensor,
     ) -> Tensor:

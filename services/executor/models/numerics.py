@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kernels.attention.cache_rows import RowFormat
 from kernels.quant.linear import LinearWeight, Rounding, linear
 from kernels.quant.rounding import round_bf16
 
@@ -43,7 +42,3 @@ class Numerics:
         """A linear with FP8 weights, whose input is rounded, too."""
         rounding = Rounding.FP8 if self.bf16 else Rounding.NONE
         return linear(x, weight, rounding=rounding, bf16=self.bf16)
-
-    def stored(self, row_format: RowFormat) -> RowFormat:
-        """How a pool really keeps its rows."""
-        return row_format if self.rounds_caches else RowFormat.FLOAT

@@ -1,0 +1,254 @@
+// Attention of a whole step: cache rows, compressed entries, index choice, attention over packed
+// rows. Contracts: kernels/attention/step_rows.py.
+#pragma once
+
+#include "attend.h"
+#include "indexer.h"
+#include "rotation.h"
+#include "rows.h"
+#include "step.h"
+
+// Rotation of a step's positions: of layers with compressed rows, or of the others.
+struct Angles {
+    const float *cos, *sin;
+    int64_t half;
+    Angles(const Step& s, bool turned, int64_t half)
+        : cos(turned ? s.turned_cos : s.plain_cos), sin(turned ? s.turned_sin : s.plain_sin), half(half) {}
+    Turn at(int64_t position, bool inverse, float* space) const {
+        return make_turn(cos + position * half, sin + position * half, half, inverse, space);
+    }
+};
+
+INLINE void put_row(const float* x, int64_t dim, const float* weight, float eps, const Turn& turn,
+                    bool bf16, RowFormat format, uint8_t* to) {
+    float* row = scratch<1, float>(dim);
+    if (weight) norm_row(x, weight, dim, eps, bf16, row), x = row;
+    rotate_row(x, dim, turn, bf16, row);
+    pack_row(row, dim, format, to);
+}
+
+// Window rows of a layer, and before them, if rank > 0, the norm of the low-rank query:
+// x[token] = low-rank query [rank] | window row [dim].
+EXPORT void step_window_rows(const Step* s, const float* x, int64_t stride, int64_t rank,
+                             const float* q_norm, float* low_rank, int64_t dim, const float* kv_norm,
+                             float eps, int64_t turned, int64_t half, int64_t bf16, int64_t format,
+                             uint8_t* pool) {
+    const Angles angles(*s, turned, half);
+    const int64_t bytes = row_bytes((RowFormat)format, dim);
+    parallel_ranges(s->num_tokens, s->threads, 8, [&](int64_t first, int64_t end) {
+        float* space = scratch<0, float>(4 * half);
+        for (int64_t t = first; t < end; t++) {
+            const float* from = x + t * stride;
+            if (rank) norm_row(from, q_norm, rank, eps, bf16, low_rank + t * rank);
+            const int64_t position = s->positions[t], slot = s->window_slot(s->row_of[t], position);
+            if (slot < 0) continue;
+            put_row(from + rank, dim, kv_norm, eps, angles.at(position, false, space), bf16,
+                    (RowFormat)format, pool + slot * bytes);
+        }
+    });
+}
+
+INLINE void pool_pair(const float* even, const float* even_gate, const float* odd,
+                      const float* odd_gate, int64_t dim, bool bf16, float* out) {
+    for (int64_t c = 0; c < dim; c += LANES) {
+        const int64_t left = dim - c;
+        F first = vsigmoid(load_part(even_gate + c, left) - load_part(odd_gate + c, left));
+        F pooled = first * load_part(even + c, left) + (1.0f - first) * load_part(odd + c, left);
+        store_part(out + c, bf16 ? round_bf16(pooled) : pooled, left);
+    }
+}
+
+// Entries that this step's tokens complete, normed. At ratio 1 x[token] is the value [dim]; at ratio
+// 2 value | gate, and `states` keeps the same of the even token of each open group: row `block` of
+// it is `state_stride` floats behind the one before.
+EXPORT void step_compress(const Step* s, const float* x, int64_t ratio, int64_t dim,
+                          const float* norm, float eps, int64_t bf16, float* states,
+                          int64_t state_stride, float* entries) {
+    parallel_ranges(s->completing(ratio), s->threads, 8, [&](int64_t first, int64_t end) {
+        for (int64_t g = first; g < end; g++) {
+            const int64_t t = s->completing_token(ratio, g);
+            float* entry = entries + g * dim;
+            if (ratio == 1) {
+                norm_row(x + t * dim, norm, dim, eps, bf16, entry);
+                continue;
+            }
+            const int64_t row = s->row_of[t];
+            const bool is_resumed = s->row_starts[row] == t;  // its even token was in an earlier step
+            const float* odd = x + t * 2 * dim;
+            const float* even = is_resumed ? states + s->state_blocks[row] * state_stride : odd - 2 * dim;
+            pool_pair(even, even + dim, odd, odd + dim, dim, bf16, entry);
+            norm_row(entry, norm, dim, eps, bf16, entry);
+        }
+    });
+    for (int64_t row = 0; ratio == 2 && row < s->num_rows; row++) {
+        const int64_t last = s->row_starts[row + 1] - 1;
+        if (last >= s->row_starts[row] && s->positions[last] % 2 == 0)
+            std::memcpy(states + s->state_blocks[row] * state_stride, x + last * 2 * dim, 8 * dim);
+    }
+}
+
+// Entries and their index keys, into the pools.
+EXPORT void step_store_entries(const Step* s, int64_t ratio, const float* entries, int64_t dim,
+                               const float* keys, int64_t key_dim, const float* key_norm, float eps,
+                               int64_t half, int64_t bf16, int64_t format, uint8_t* pool,
+                               int64_t key_format, uint8_t* key_pool) {
+    const Angles angles(*s, true, half);
+    const int64_t bytes = row_bytes((RowFormat)format, dim);
+    const int64_t key_bytes = row_bytes((RowFormat)key_format, key_dim);
+    parallel_ranges(s->completing(ratio), s->threads, 8, [&](int64_t first, int64_t end) {
+        float* space = scratch<0, float>(4 * half);
+        for (int64_t g = first; g < end; g++) {
+            const int64_t t = s->completing_token(ratio, g), entry = s->visible(t, ratio) - 1;
+            const int64_t slot = s->entry_slot(s->row_of[t], entry, ratio);
+            if (slot < 0) continue;
+            const Turn turn = angles.at(entry * ratio, false, space);
+            put_row(entries + g * dim, dim, nullptr, eps, turn, bf16, (RowFormat)format,
+                    pool + slot * bytes);
+            put_row(keys + g * key_dim, key_dim, key_norm, eps, turn, bf16, (RowFormat)key_format,
+                    key_pool + slot * key_bytes);
+        }
+    });
+}
+
+// The choice of tokens that see no more than `top_k` entries: all of them.
+EXPORT void step_choose_all(const Step* s, int64_t ratio, int64_t top_k, int32_t* chosen,
+                            int32_t* counts) {
+    parallel_ranges(s->num_tokens, s->threads, 64, [&](int64_t first, int64_t end) {
+        for (int64_t t = first; t < end; t++) {
+            const int64_t visible = s->visible(t, ratio);
+            counts[t] = (int32_t)std::min(visible, top_k);
+            for (int64_t i = 0; visible <= top_k && i < visible; i++) chosen[t * top_k + i] = (int32_t)i;
+        }
+    });
+}
+
+enum Candidates : int64_t { IGNORE = 0, PUBLISH = 1, OBEY = 2 };
+constexpr int64_t RUN_TOKENS = 16;  // of one row that share the keys that they look at
+
+// Consecutive tokens of one row.
+struct Run {
+    int64_t first, count;
+};
+static std::vector<Run> crowded_runs(const Step& s, int64_t ratio, int64_t top_k) {
+    std::vector<Run> runs;
+    for (int64_t t = 0; t < s.num_tokens; t++) {
+        if (s.visible(t, ratio) <= top_k) continue;
+        const bool joins = !runs.empty() && runs.back().first + runs.back().count == t &&
+                           runs.back().count < RUN_TOKENS && s.row_of[t - 1] == s.row_of[t];
+        if (joins)
+            runs.back().count++;
+        else
+            runs.push_back({t, 1});
+    }
+    return runs;
+}
+
+// The choice of all other tokens, by score. `candidates[token]` are up to `num_blocks` blocks of
+// `block_size` entries: a source publishes them, layers above choose among their entries.
+EXPORT void step_choose(const Step* s, int64_t ratio, const float* queries, const float* weights,
+                        int64_t heads, int64_t dim, float factor, int64_t half, int64_t bf16,
+                        int64_t rounds, int64_t format, const uint8_t* pool, int64_t top_k,
+                        int32_t* chosen, int32_t* counts, int64_t role, int64_t block_size,
+                        int64_t num_blocks, int32_t* candidates, int32_t* candidate_counts) {
+    const Angles angles(*s, true, half);
+    const RowPool keys(pool, format, dim);
+    const std::vector<Run> runs = crowded_runs(*s, ratio, top_k);
+    parallel((int64_t)runs.size(), s->threads, [&](int64_t job) {
+        const Run run = runs[job];
+        const int64_t row = s->row_of[run.first], last = run.first + run.count - 1;
+        float* turned = scratch<6, float>(run.count * heads * dim);
+        float* per_head = scratch<8, float>(run.count * heads);
+        for (int64_t i = 0; i < run.count; i++) {
+            const int64_t t = run.first + i;
+            const Turn turn = angles.at(s->positions[t], false, scratch<0, float>(4 * half));
+            for (int64_t h = 0; h < heads; h++) {
+                float* to = turned + (i * heads + h) * dim;
+                rotate_row(queries + (t * heads + h) * dim, dim, turn, bf16, to);
+                if (rounds) round_row(to, dim, ROW_FP4_UE8M0);
+                const float weight = weights[t * heads + h] * factor;
+                per_head[i * heads + h] = bf16 ? round_bf16(splat(weight))[0] : weight;
+            }
+        }
+        const IndexQueries query{turned, per_head, run.count, heads, dim, !!bf16};
+        // One token looks at the entries of its candidate blocks alone; several look at all.
+        const int32_t* blocks = candidates + run.first * num_blocks;
+        const bool is_sparse = role == OBEY && run.count == 1;
+        const auto entry = [&](int64_t i) {
+            return is_sparse ? blocks[i / block_size] * block_size + i % block_size : i;
+        };
+        int64_t count = is_sparse ? candidate_counts[run.first] * block_size : s->visible(last, ratio);
+        while (count > 0 && entry(count - 1) >= s->visible(last, ratio)) count--;
+        float* scores = scratch<7, float>(run.count * count);
+        score_keys(query, keys, count,
+                   [&](int64_t i) { return std::max<int64_t>(0, s->entry_slot(row, entry(i), ratio)); },
+                   scores, count);
+        for (int64_t i = 0; i < run.count; i++) {
+            const int64_t t = run.first + i, visible = s->visible(t, ratio);
+            float* own = scores + i * count;
+            int32_t* best = candidates + t * num_blocks;
+            int64_t found = 0;
+            if (role == PUBLISH) {
+                select_blocks(own, visible, visible, block_size, num_blocks,
+                              [&](int64_t b) { best[found++] = (int32_t)b; });
+                candidate_counts[t] = (int32_t)found;
+            } else if (role == OBEY && !is_sparse) {  // hide what lies between the blocks
+                int64_t next = 0;
+                for (int64_t b = 0; b <= candidate_counts[t]; b++) {
+                    const bool is_end = b == candidate_counts[t];
+                    const int64_t first = is_end ? visible : best[b] * block_size;
+                    for (; next < std::min(first, visible); next++) own[next] = -INFINITY;
+                    next = first + block_size;
+                }
+            }
+            int32_t* picked = chosen + t * top_k;
+            found = 0;
+            select_best(own, is_sparse ? count : visible, top_k,
+                        [&](int64_t k) { picked[found++] = (int32_t)entry(k); });
+            counts[t] = (int32_t)found;
+        }
+    });
+}
+
+// Queries turned, attention over the window and the chosen entries, the result turned back.
+// ratio 0: no entries.
+EXPORT void step_attention(const Step* s, const float* queries, int64_t heads, int64_t dim,
+                           int64_t half, const float* sinks, int64_t bf16, int64_t window_size,
+                           int64_t window_format, const uint8_t* window, int64_t ratio,
+                           int64_t format, const uint8_t* compressed, int64_t top_k,
+                           const int32_t* chosen, const int32_t* counts, float* out) {
+    const Angles angles(*s, ratio != 0, half);
+    const RowPool recent(window, window_format, dim), entries(compressed, format, dim);
+    // A lone token's heads are shared out; every part unpacks the rows anew.
+    const int64_t parts = s->num_tokens < s->threads ? (heads + LANES - 1) / LANES : 1;
+    parallel(s->num_tokens * parts, s->threads, [&](int64_t job) {
+        const int64_t t = job / parts, row = s->row_of[t], position = s->positions[t];
+        const int64_t first = job % parts * LANES;
+        const int64_t some = parts == 1 ? heads : std::min(LANES, heads - first);
+        PoolRows rows(window_size + (ratio ? top_k : 0), dim);
+        for (int64_t p = std::max<int64_t>(0, position - window_size + 1); p <= position; p++) {
+            const int64_t slot = s->window_slot(row, p);
+            if (slot >= 0) rows.add(recent, slot);
+        }
+        for (int64_t i = 0; ratio && i < counts[t]; i++) {
+            const int64_t slot = s->entry_slot(row, chosen[t * top_k + i], ratio);
+            if (slot >= 0) rows.add(entries, slot);
+        }
+        float* space = scratch<0, float>(4 * half);
+        float* query = scratch<6, float>(some * dim);
+        const float* from = queries + (t * heads + first) * dim;
+        float* to = out + (t * heads + first) * dim;
+        const Turn there = angles.at(position, false, space);
+        for (int64_t h = 0; h < some; h++)
+            rotate_row(from + h * dim, dim, there, bf16, query + h * dim);
+        attend(query, some, dim, rows, sinks + first, bf16, to);
+        const Turn back = angles.at(position, true, space);
+        for (int64_t h = 0; h < some; h++) rotate_row(to + h * dim, dim, back, bf16, to + h * dim);
+    });
+}
+
+CALLABLE(step_window_rows)
+CALLABLE(step_compress)
+CALLABLE(step_store_entries)
+CALLABLE(step_choose_all)
+CALLABLE(step_choose)
+CALLABLE(step_attention)

@@ -1,0 +1,65 @@
+// Recorded programs, and how a step begins. Contracts: kernels/step/*.py.
+#include "step.h"
+
+#include <chrono>
+
+constexpr int64_t MAX_WORDS = 28;
+
+struct Call {
+    void (*op)(const Word*);
+    const int64_t* when;    // left out where this is zero; null: always done
+    uint64_t by_reference;  // words that hold the address of the argument
+    int64_t count;
+    Word words[MAX_WORDS];
+};
+
+static void run_call(const Call& call) {
+    if (call.when && !*call.when) return;
+    Word words[MAX_WORDS];
+    std::memcpy(words, call.words, call.count * sizeof(Word));
+    for (uint64_t left = call.by_reference; left; left &= left - 1) {
+        Word& word = words[__builtin_ctzll(left)];
+        std::memcpy(&word, word.address, sizeof(Word));
+    }
+    call.op(words);
+}
+
+EXPORT void run_calls(const Call* calls, int64_t count) {
+    for (int64_t i = 0; i < count; i++) run_call(calls[i]);
+}
+
+// Adds what each call took.
+EXPORT void time_calls(const Call* calls, int64_t count, int64_t* nanoseconds) {
+    for (int64_t i = 0; i < count; i++) {
+        const auto start = std::chrono::steady_clock::now();
+        run_call(calls[i]);
+        nanoseconds[i] += (std::chrono::steady_clock::now() - start).count();
+    }
+}
+
+// Works out what the other operations look up.
+EXPORT void step_begin(Step* s, int64_t top_k) {
+    s->num_ending = s->is_crowded[0] = s->is_crowded[1] = 0;
+    for (int64_t row = 0; row < s->num_rows; row++)
+        for (int64_t t = s->row_starts[row]; t < s->row_starts[row + 1]; t++) {
+            s->row_of[t] = row;
+            if (s->positions[t] % 2) s->ending[s->num_ending++] = t;
+            s->is_crowded[0] |= s->visible(t, 1) > top_k;
+            s->is_crowded[1] |= s->visible(t, 2) > top_k;
+        }
+}
+
+// Every stream begins as the embedding, and the first sublayer reads the first of them.
+EXPORT void step_embed(const Step* s, const float* table, int64_t hc, int64_t hidden, float* streams,
+                       float* pre) {
+    parallel_ranges(s->num_tokens, s->threads, 16, [&](int64_t first, int64_t end) {
+        for (int64_t t = first; t < end; t++)
+            for (int64_t i = 0; i < hc; i++) {
+                std::memcpy(streams + (t * hc + i) * hidden, table + s->ids[t] * hidden, hidden * 4);
+                pre[t * hc + i] = i == 0;
+            }
+    });
+}
+
+CALLABLE(step_begin)
+CALLABLE(step_embed)
