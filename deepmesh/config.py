@@ -96,6 +96,7 @@ class SchedulerConfig(Section, frozen=True):
     prefix_cache: bool = True
     store_lookup_s: float = 0.05  # a request waits so long for what a kvstore says of its prompt
     store_load_s: float = 2.0  # and so long for its blocks; then it computes them
+    prefill_share: float = 0.1  # of a step with decode rows, where its costs are known; 1: no bound
 
 
 class ExecutorConfig(Section, frozen=True):
@@ -313,6 +314,7 @@ def _check(config: Config) -> None:
         "executor.mask_wait_ms": (config.executor.mask_wait_ms, 0, 60_000),
         "executor.grammar_compile_s": (config.executor.grammar_compile_s, 0.01, 3600),
         "executor.grammar_cache": (config.executor.grammar_cache, 1, 1 << 20),
+        "scheduler.prefill_share": (config.scheduler.prefill_share, 0, 1),
         "executor.grammar_threads": (config.executor.grammar_threads, 1, 256),
         "executor.fake_step_ms": (config.executor.fake_step_ms, 0, 60_000),
         "executor.fake_tail_ms": (config.executor.fake_tail_ms, 0, 60_000),

@@ -45,11 +45,20 @@ class Admission:
         self.cached_tokens = 0
         self.is_blocked = False  # the head of the queue finds no room
 
-    def admit(self, budgets: NDArray[np.int64], step: int, now: int) -> Iterator[Request]:
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
+
+    def admit(
+        self, budgets: NDArray[np.int64], step: int, now: int, *, grid: int
+    ) -> Iterator[Request]:
         """Admit requests one by one, until the queue is empty or its head finds no room.
 
-        `budgets` are the prefill tokens left in this step, by rank: whoever iterates takes those
-        of a request's first chunk away before the next request is looked at.
+        Args:
+            budgets: the prefill tokens left in this step, by rank: whoever iterates takes those
+                of a request's first chunk away before the next request is looked at.
+            grid: the least that a chunk may have, unless the prompt is shorter.
         """
         self.is_blocked = False
         if not self._waiting:
@@ -63,8 +72,8 @@ class Admission:
                 continue
             if self._must_be_alone(request):
                 return
-            while (place := self._place(request, loads, budgets)) is None:
-                if budgets.min() < self._geometry.chunk_align or not self._park():
+            while (place := self._place(request, loads, budgets, grid)) is None:
+                if budgets.min() < grid or not self._park():
                     self.is_blocked = True
                     return
                 loads = RankLoads(self._residency, self._watermark, self._costs)
@@ -162,7 +171,7 @@ class Admission:
         return True
 
     def _place(
-        self, request: Request, loads: RankLoads, budgets: NDArray[np.int64]
+        self, request: Request, loads: RankLoads, budgets: NDArray[np.int64], grid: int
     ) -> tuple[int, Hit] | None:
         """The rank with room on which it costs least time, ties to the lower; a cached prefix is
         worth the time that it saves there and no more, so hot ones do not fill up one rank."""
@@ -170,7 +179,7 @@ class Admission:
         times = loads.times(request)
         for rank, hit in hits.items():
             times[rank] -= loads.saved(rank, hit)
-        least = min(len(request.ids), self._geometry.chunk_align)
+        least = min(len(request.ids), grid)
         is_open = (budgets >= least) & (loads.rows < self._geometry.max_rows)
         ranks = np.flatnonzero(is_open)
         cheapest: list[int] = ranks[np.argsort(times[ranks], kind="stable")].tolist()

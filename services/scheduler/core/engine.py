@@ -14,6 +14,7 @@ from .group import Group, StepRecord
 from .kv_stores import KvStores
 from .leases import RankMemory
 from .outbox import Outbox
+from .pace import Pace
 from .packer import Packer
 from .plan import Plan
 from .planner import Planner
@@ -67,6 +68,7 @@ class Engine:
         choose_kind: ChooseKind,
         stores: KvStores,
         load_s: float,
+        prefill_share: float,
     ) -> None:
         costs = Costs(capacities)
         self.geometry = geometry
@@ -97,6 +99,7 @@ class Engine:
             self.watermark,
             self.admission,
             Alignment(self.residency, waiting, geometry, costs=costs, choose_kind=choose_kind),
+            Pace(costs, geometry, share=prefill_share),
             prefix_cache=prefix_cache,
             max_unacked=max_unacked,
         )

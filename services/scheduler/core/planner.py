@@ -9,6 +9,7 @@ from deepmesh.wire.messages import StepKind
 
 from .admission import Admission
 from .alignment import Alignment
+from .pace import Pace
 from .plan import Plan
 from .prefill import Prefill
 from .request import Phase
@@ -25,6 +26,7 @@ class Planner:
         watermark: Watermark,
         admission: Admission,
         alignment: Alignment,
+        pace: Pace,
         *,
         prefix_cache: bool,
         max_unacked: int,
@@ -32,7 +34,7 @@ class Planner:
         self._residency = residency
         self._table = residency.table
         self._watermark = watermark
-        self._prefill = Prefill(residency, admission, prefix_cache=prefix_cache)
+        self._prefill = Prefill(residency, admission, pace, prefix_cache=prefix_cache)
         self._alignment = alignment
         self._prefix_cache = prefix_cache
         self._max_unacked = max_unacked

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .admission import Admission
+from .pace import FINE_ALIGN, Pace
 from .plan import Plan
 from .policy import chunk_end
 from .request import Phase, Request
@@ -28,18 +29,24 @@ class Prefill:
     """Splits the budget of each rank.
 
     The budget is `step_tokens` less the decode rows, but at least one grid chunk, so neither side
-    waits for the other's end. Out of it everybody who has not begun, those still in the queue
-    included, gets one grid chunk; what is left goes to the oldest in whole grid chunks. So a first
-    chunk waits for the steps already submitted and not for the prompts in front of it. Where
+    waits for the other's end; beside decode rows `pace.py` may bound it, and then the grid is
+    finer. Out of it everybody who has not begun, those still in the queue included, gets one grid
+    chunk; what is left goes to the oldest in whole grid chunks. So a first chunk waits for the
+    steps already submitted and, unless there is a bound, not for the prompts in front of it. Where
     newcomers took all of a rank's budget PASSED_STEPS steps in a row, its oldest prompt goes first
     for once: the oldest always moves on, so each becomes the oldest and ends.
     """
 
-    def __init__(self, residency: Residency, admission: Admission, *, prefix_cache: bool) -> None:
+    def __init__(
+        self, residency: Residency, admission: Admission, pace: Pace, *, prefix_cache: bool
+    ) -> None:
         self._residency = residency
         self._table = residency.table
         self._geometry = residency.geometry
         self._admission = admission
+        self._pace = pace
+        self._grid = residency.geometry.chunk_align  # of the step being planned
+        self._fine_grid = min(FINE_ALIGN, self._grid)
         self._prefix_cache = prefix_cache
         self._ranks = len(residency.memories)
         self._passed = np.zeros(self._ranks, np.int64)  # steps without a chunk of a begun prompt
@@ -53,12 +60,12 @@ class Prefill:
         requests = sorted(map(table.request_at, rows.tolist()), key=lambda request: request.order)
         chunks = [self._chunk(request) for request in requests]
         begun = [c for c in chunks if not table.needs_init[c.request.slot]]
-        budgets = self._budgets(plan)
+        budgets = self._budgets(plan, len(rows))
         self._let_oldest_pass(plan, begun, budgets)
         for chunk in chunks:
             if table.needs_init[chunk.request.slot]:
                 self._extend(plan, chunk, budgets, most=self._geometry.chunk_align)
-        for request in self._admission.admit(budgets, step, now):
+        for request in self._admission.admit(budgets, step, now, grid=self._grid):
             chunk = self._chunk(request)
             self._extend(plan, chunk, budgets, most=self._geometry.chunk_align)
             chunks.append(chunk)
@@ -78,11 +85,17 @@ class Prefill:
                 due[chunk.rank] = False
                 self._extend(plan, chunk, budgets, most=self._geometry.chunk_align)
 
-    def _budgets(self, plan: Plan) -> NDArray[np.int64]:
+    def _budgets(self, plan: Plan, prefilling: int) -> NDArray[np.int64]:
         """Prefill tokens by rank beside the decode rows."""
-        geometry, slots = self._geometry, self._residency.slots
+        geometry, slots, table = self._geometry, self._residency.slots, self._table
         decode = plan.tokens_by_rank(self._ranks, slots, geometry.decode_width)
-        return np.maximum(geometry.step_tokens - decode, geometry.chunk_align)
+        budgets = np.maximum(geometry.step_tokens - decode, geometry.chunk_align)
+        free = max(0, geometry.max_rows * self._ranks - len(table.resident()))
+        prompts = prefilling + min(free, self._admission.num_waiting)
+        context = int(table.confirmed[plan.decode].sum())
+        most = self._pace.tokens(len(plan.decode), context, prompts)
+        self._grid = geometry.chunk_align if most is None else self._fine_grid
+        return budgets if most is None else np.minimum(budgets, most)
 
     def _chunk(self, request: Request) -> _Chunk:
         table, index = self._table, request.slot
@@ -92,7 +105,7 @@ class Prefill:
     def _extend(self, plan: Plan, chunk: _Chunk, budgets: NDArray[np.int64], *, most: int) -> None:
         """Let a chunk grow by at most `most` tokens of its rank's budget."""
         geometry, request, index = self._geometry, chunk.request, chunk.request.slot
-        stops, grid = request.points, geometry.chunk_align
+        stops, grid = request.points, self._grid
         if not geometry.one_kernel_class:
             if chunk.start >= request.prompt_len:  # the decode kernels', in rows of any width
                 grid = 1

@@ -146,6 +146,7 @@ class Session:
             choose_kind=self._choose_kind,
             stores=self._stores,
             load_s=self._config.store_load_s,
+            prefill_share=self._config.prefill_share,
         )
         self._registry.residency = self.engine.residency
         self._intake.geometry = geometry

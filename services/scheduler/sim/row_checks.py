@@ -12,6 +12,7 @@ from deepmesh.wire.messages import (
     StepKind,
 )
 
+from ..core.pace import FINE_ALIGN
 from .shadow import ShadowError, Writer
 
 DUMMY_SLOT = 0xFFFFFFFF  # the scratch slot of dummy rows
@@ -94,7 +95,10 @@ def check_row(
 def _check_grid(
     init: SlotInit, capacity: Capacity, start: int, end: int, length: int, who: Writer
 ) -> None:
-    """D1, D2: chunks and hits end on the request's own grid, at the target, or at P."""
+    """D1, D2: chunks and hits end on the request's own grid, at the target, or at P. The grid is
+    finer where chunks are sized by time, which one kernel class allows."""
     align, ends = capacity.chunk_align, {length, length - 1, init.prompt_len}
-    if init.start % align or any(at % align and at not in ends for at in (start, end)):
-        raise ShadowError(f"{who} computes {start}..{end}, off the grid of {align}")
+    is_paced = capacity.one_kernel_class and capacity.costs.prefill_token_ns > 0
+    grid = min(FINE_ALIGN, align) if is_paced else align
+    if init.start % align or any(at % grid and at not in ends for at in (start, end)):
+        raise ShadowError(f"{who} computes {start}..{end}, off the grid of {grid}")

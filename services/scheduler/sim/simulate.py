@@ -30,6 +30,7 @@ class Scenario:
     policy: str = "mixed"
     steps: int = 0  # group steps after which nothing arrives any more; 0: all requests arrive
     costs: StepCosts = DEFAULT_COSTS
+    prefill_share: float = 1.0  # of an accelerator, on which a chunk hardly prolongs a step
 
 
 @dataclass(slots=True)
@@ -107,6 +108,7 @@ def build(scenario: Scenario) -> World:
         chunk_tokens=STEP_TOKENS,
         max_waiting=1 << 20,
         deadline_s=3600.0,
+        prefill_share=scenario.prefill_share,
     )
     return World(
         config,
