@@ -15,7 +15,7 @@ from services.executor.models.outputs import StepOutput
 ROWS = 16  # of the larger decode step
 CONTEXT = 256  # positions before its rows
 CHUNK = 16  # tokens of the prompt beside them
-REPEATS = 3
+REPEATS = 5
 ENOUGH_S = 0.5  # a measurement that took so long is not repeated
 
 Forward = Callable[[StepBatch, KvCache], StepOutput]
@@ -23,7 +23,8 @@ Forward = Callable[[StepBatch, KvCache], StepOutput]
 
 @torch.inference_mode()
 def measure_costs(config: ModelConfig, forward: Forward, *, packed: bool = True) -> StepCosts:
-    """Costs of decode rows, and of prefill beside them, on caches of their own.
+    """Costs of decode rows, and of prefill beside them, on a cache of their own: what it holds does
+    not matter, what is read of it does.
 
     The best of a few repetitions: what others do to the machine at the same time is no property
     of the model.
@@ -49,8 +50,6 @@ def measure_costs(config: ModelConfig, forward: Forward, *, packed: bool = True)
         batch = StepBatch.build(rows, config.context_ids)
         return min(_times(lambda: forward(batch, cache)))
 
-    for index in range(ROWS):  # something to attend to
-        forward(StepBatch.build([row(index, 0, CONTEXT)], config.context_ids), cache)
     decodes = [row(index, CONTEXT, 1) for index in range(ROWS)]
     one, many = best_ns(decodes[:1]), best_ns(decodes)
     mixed = best_ns([*decodes, row(ROWS, 0, CHUNK)])
