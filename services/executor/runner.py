@@ -25,6 +25,7 @@ from services.executor.parallel import NO_EPOCH, ExpertGroup
 from services.executor.rendezvous import make_rendezvous
 from services.executor.sampler import SampleRow, sample
 from services.executor.slots import SlotTable
+from services.executor.step_costs import measure_costs
 from services.executor.weights import load_model
 
 _log = logging.getLogger(__name__)
@@ -77,6 +78,12 @@ class ModelEngine:
             engine = f"cpu {layout(packed=self._packed)}"
             self._fingerprint = fingerprint(path, order.numerics, engine)
             self._make_cache(order)
+            if self._group is None:  # ranks that step together would have to measure together
+                torch.set_num_threads(self._config.executor.threads)
+                costs = measure_costs(
+                    self._model.config, self._model.forward, packed=self._packed
+                )
+                self._capacity = msgspec.structs.replace(self._capacity, costs=costs)
             self._loaded = wanted
         return msgspec.structs.replace(
             self._capacity, engine_epoch=order.engine_epoch, rank=order.rank
