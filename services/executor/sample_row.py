@@ -6,7 +6,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from deepmesh.seeds import derived_seed
 from deepmesh.wire.messages import SlotInit
 from deepmesh.wire.packed import unpack_ids
 
@@ -15,7 +14,6 @@ from deepmesh.wire.packed import unpack_ids
 class SampleSettings:
     """A request's sampling parameters in the form that each step needs, worked out once."""
 
-    seed: int  # of this choice
     has_penalty: bool
     stop_ids: NDArray[np.int64]
     bias_ids: NDArray[np.int64]
@@ -31,7 +29,6 @@ class SampleSettings:
         words = [unpack_ids(word) for word in params.bad_words]
         penalties = (params.presence_penalty, params.frequency_penalty)
         return SampleSettings(
-            seed=derived_seed(init.seed, init.sub_index),
             has_penalty=any(penalties) or params.repetition_penalty != 1,
             stop_ids=np.array(sorted(stop_ids), np.int64),
             bias_ids=np.array([token for token, _ in params.logit_bias], np.int64),

@@ -34,22 +34,22 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
         logits = torch.where(usable[:, None], logits, 0.0)
     settings = [row.resolved for row in rows]
     adjusted = _adjust(logits, rows, settings)
-    ids = sample_tokens(adjusted, _draws(rows, settings))
+    ids = sample_tokens(adjusted, _draws(rows))
     if adjusted is not logits:
         usable &= adjusted.gather(1, ids[:, None])[:, 0] > -torch.inf
     logprobs, top_ids, top_logprobs = _logprobs(logits, ids, rows)
     return Sampled(ids.to(torch.int32).numpy(), usable.numpy(), logprobs, top_ids, top_logprobs)
 
 
-def _draws(rows: Sequence[SampleRow], settings: Sequence[SampleSettings]) -> Draws:
+def _draws(rows: Sequence[SampleRow]) -> Draws:
     params = [row.init.sampling for row in rows]
     return Draws(
         temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
         top_k=torch.tensor([max(0, p.top_k) for p in params], dtype=torch.int64),
         top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32),
         min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
-        seed=torch.tensor([s.seed for s in settings], dtype=torch.int64),
-        sub_index=torch.zeros(len(rows), dtype=torch.int64),  # it is in the seed
+        seed=torch.tensor([row.init.seed for row in rows], dtype=torch.int64),
+        sub_index=torch.tensor([row.init.sub_index for row in rows], dtype=torch.int64),
         position=torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64),
     )
 

@@ -6,7 +6,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deepmesh.seeds import derived_seed
 from deepmesh.wire.messages import SamplingParams, SlotInit
 from deepmesh.wire.packed import pack_ids
 from services.executor.sampler import SampleRow, sample
@@ -23,7 +22,6 @@ def row(
     min_len: int = 0,
     n_logprobs: int = -1,
     seed: int = 1,
-    sub_index: int = 0,
     mask: list[int] | None = None,
 ) -> SampleRow:
     init = SlotInit(
@@ -37,7 +35,6 @@ def row(
         min_len=min_len,
         sampling=sampling,
         seed=seed,
-        sub_index=sub_index,
         n_logprobs=n_logprobs,
     )
     return SampleRow(init, frozenset(stop_ids), np.asarray(tokens, np.int32), _words(mask))
@@ -295,16 +292,3 @@ def test_tokens_of_a_thousand_seeds_follow_the_exact_distribution(params: dict) 
     assert len(wanted) > 1
     statistic = ((np.array(observed) - wanted) ** 2 / wanted).sum()
     assert statistic < CRITICAL[len(wanted) - 1]
-
-
-def test_choices_are_requests_with_derived_seeds() -> None:
-    generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(1, VOCAB, generator=generator).repeat(4, 1)
-    seeds = [derived_seed(77, choice) for choice in range(4)]
-    assert seeds[0] == 77
-    assert len({*seeds}) == 4
-    for position in range(1, 40):
-        tokens = [9] * position
-        choices = [row(SamplingParams(), tokens=tokens, seed=77, sub_index=j) for j in range(4)]
-        alone = [row(SamplingParams(), tokens=tokens, seed=seed) for seed in seeds]
-        assert sample(logits, choices).tokens.tolist() == sample(logits, alone).tokens.tolist()
