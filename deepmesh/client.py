@@ -1,19 +1,17 @@
-"""A small client of the HTTP API: streamed chat over Chat Completions."""
+"""A small client of the HTTP API: streamed chat, and `generate` for many prompts at once."""
 
-import json
 from collections.abc import Iterator
 from typing import Literal, Self
 
 import httpx
 import msgspec
 
-from deepmesh.errors import UserError
+from deepmesh.client_errors import ClientError, check_response
+from deepmesh.offline import Engine, Output, agenerate, generate
+
+__all__ = ["ChatEvent", "Client", "ClientError", "Engine", "Output", "agenerate", "generate"]
 
 Json = dict[str, object]
-
-
-class ClientError(UserError):
-    """The request was refused, or the mesh cannot be reached; the text says why."""
 
 
 class ChatEvent(msgspec.Struct, frozen=True):
@@ -56,7 +54,7 @@ class Client:
             response = self._http.get("/v1/models")
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
-        _check(response)
+        check_response(response)
         return [str(entry["id"]) for entry in response.json()["data"]]
 
     def stream_chat(
@@ -76,7 +74,7 @@ class Client:
             ) as response:
                 if response.is_error:
                     response.read()
-                _check(response)
+                check_response(response)
                 for line in response.iter_lines():
                     if line.startswith("data:") and line[5:].strip() != "[DONE]":
                         yield from _events(line[5:])
@@ -92,7 +90,7 @@ class Client:
             )
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
-        _check(response)
+        check_response(response)
         choice = response.json()["choices"][0]
         message = choice["message"]
         return [
@@ -136,15 +134,3 @@ def _events(data: str) -> Iterator[ChatEvent]:
             yield ChatEvent("text", choice.delta.content)
         if choice.finish_reason:
             yield ChatEvent("finish", choice.finish_reason)
-
-
-def _check(response: httpx.Response) -> None:
-    if not response.is_error:
-        return
-    try:
-        error = response.json()["error"]
-        message, param = str(error["message"]), error.get("param")
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
-        message, param = response.text[:500], None
-    field = f" (field: {param})" if param else ""
-    raise ClientError(f"HTTP {response.status_code}: {message}{field}")

@@ -50,6 +50,13 @@ class GatewayConfig(Section, frozen=True):
     api_keys: list[str] = []  # SHA-256 hex digests; empty: no key is asked for
     max_body_bytes: int = 8 << 20
     max_requests: int = 1024  # open at once; beyond it 429
+    key_max_requests: int = 0  # of them, of one API key; 0: no limit of its own
+    key_requests_per_minute: int = 0  # of one API key at this gateway; 0: no limit
+    key_tokens_per_minute: int = 0  # prompts and answers; known, and counted, at the end of each
+    key_priorities: dict[str, int] = {}  # digest of a key: above 0 goes before others, below after
+    admin_port: int = -1  # -1: none; 0: any free port
+    admin_host: str = "127.0.0.1"
+    admin_keys: list[str] = []  # SHA-256 hex digests; the admin port needs one
     keepalive_s: float = 10.0  # comment line on an idle stream
     resume_bytes: int = 64 << 20  # raw bodies kept for re-submission
     deadline_s: float = 120.0  # without progress; then 503
@@ -67,6 +74,7 @@ class TokenizerConfig(Section, frozen=True):
     max_stops: int = 16
     unacked_events: int = 2048  # a reader further behind stops its own request
     slow_consumer_s: float = 60.0
+    response_ttl_s: float = 86_400.0  # stored responses; they need a kvstore
 
 
 class RouterConfig(Section, frozen=True):
@@ -88,6 +96,7 @@ class SchedulerConfig(Section, frozen=True):
     chunk_tokens: int = 512  # whole multiples of the executor's chunk_align
     hold_steps: int = 1  # group steps that a lone prefill waits for prefill of other ranks
     decode_itl_ms: float = 100.0  # between tokens of one request, while others prefill
+    prefill_share: float = 0.1  # of a step with decode rows, where its costs are known; 1: no bound
     max_model_len: int = 0  # 0: what the executor can hold
     orphan_s: float = 10.0
     deadline_s: float = 120.0
@@ -96,7 +105,6 @@ class SchedulerConfig(Section, frozen=True):
     prefix_cache: bool = True
     store_lookup_s: float = 0.05  # a request waits so long for what a kvstore says of its prompt
     store_load_s: float = 2.0  # and so long for its blocks; then it computes them
-    prefill_share: float = 0.1  # of a step with decode rows, where its costs are known; 1: no bound
 
 
 class ExecutorConfig(Section, frozen=True):
@@ -285,6 +293,10 @@ def _check(config: Config) -> None:
         "gateway.port": (config.gateway.port, 0, 65535),
         "gateway.max_body_bytes": (config.gateway.max_body_bytes, 1024, 1 << 30),
         "gateway.max_requests": (config.gateway.max_requests, 1, 100_000),
+        "gateway.key_max_requests": (config.gateway.key_max_requests, 0, 100_000),
+        "gateway.key_requests_per_minute": (config.gateway.key_requests_per_minute, 0, 1 << 30),
+        "gateway.key_tokens_per_minute": (config.gateway.key_tokens_per_minute, 0, 1 << 40),
+        "gateway.admin_port": (config.gateway.admin_port, -1, 65535),
         "gateway.resume_bytes": (config.gateway.resume_bytes, 0, 1 << 40),
         "gateway.keepalive_s": (config.gateway.keepalive_s, 0.05, 86_400),
         "gateway.deadline_s": (config.gateway.deadline_s, 0.1, 86_400),
@@ -292,6 +304,7 @@ def _check(config: Config) -> None:
         "tokenizer.default_max_tokens": (config.tokenizer.default_max_tokens, 0, 1 << 30),
         "tokenizer.unacked_events": (config.tokenizer.unacked_events, 64, 1 << 20),
         "tokenizer.slow_consumer_s": (config.tokenizer.slow_consumer_s, 0.1, 86_400),
+        "tokenizer.response_ttl_s": (config.tokenizer.response_ttl_s, 1, 366 * 86_400),
         "tokenizer.count": (config.tokenizer.count, 0, 256),
         "router.count": (config.router.count, 0, 1),
         "scheduler.count": (config.scheduler.count, 0, 64),
@@ -301,6 +314,7 @@ def _check(config: Config) -> None:
         "scheduler.max_waiting": (config.scheduler.max_waiting, 1, 1 << 20),
         "scheduler.hold_steps": (config.scheduler.hold_steps, 0, 1000),
         "scheduler.decode_itl_ms": (config.scheduler.decode_itl_ms, 0, 3_600_000),
+        "scheduler.prefill_share": (config.scheduler.prefill_share, 0, 1),
         "scheduler.max_model_len": (config.scheduler.max_model_len, 0, 1 << 30),
         "scheduler.orphan_s": (config.scheduler.orphan_s, 0, 86_400),
         "scheduler.store_lookup_s": (config.scheduler.store_lookup_s, 0.001, 60),
@@ -314,7 +328,6 @@ def _check(config: Config) -> None:
         "executor.mask_wait_ms": (config.executor.mask_wait_ms, 0, 60_000),
         "executor.grammar_compile_s": (config.executor.grammar_compile_s, 0.01, 3600),
         "executor.grammar_cache": (config.executor.grammar_cache, 1, 1 << 20),
-        "scheduler.prefill_share": (config.scheduler.prefill_share, 0, 1),
         "executor.grammar_threads": (config.executor.grammar_threads, 1, 256),
         "executor.fake_step_ms": (config.executor.fake_step_ms, 0, 60_000),
         "executor.fake_tail_ms": (config.executor.fake_tail_ms, 0, 60_000),
@@ -347,9 +360,17 @@ def _check(config: Config) -> None:
     if group_address and config.scheduler.count > 1 and "{index}" not in group_address:
         raise ConfigError("executor.group_address: with several schedulers it needs an {index}")
     _check_addresses(config)
-    for key in config.gateway.api_keys:
-        if len(key) != 64 or not all(c in "0123456789abcdef" for c in key):
-            raise ConfigError("gateway.api_keys: each entry is the SHA-256 hex digest of a key")
+    settings = config.gateway
+    for name, keys in (
+        ("api_keys", settings.api_keys),
+        ("admin_keys", settings.admin_keys),
+        ("key_priorities", settings.key_priorities),
+    ):
+        for key in keys:
+            if len(key) != 64 or not all(c in "0123456789abcdef" for c in key):
+                raise ConfigError(f"gateway.{name}: each entry is the SHA-256 hex digest of a key")
+    if settings.admin_port >= 0 and not settings.admin_keys:
+        raise ConfigError("gateway.admin_keys: the admin port needs at least one")
 
 
 def _check_addresses(config: Config) -> None:

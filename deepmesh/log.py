@@ -3,7 +3,7 @@
 import logging
 import sys
 import time
-from typing import Literal
+from typing import Literal, get_args
 
 Level = Literal["debug", "info", "warning", "error"]
 
@@ -21,3 +21,9 @@ def setup(name: str, level: Level) -> None:
     root.setLevel(level.upper())
     for chatty in ("httpx", "httpcore", "asyncio"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+def set_level(level: str) -> None:
+    """Change what is logged from here on; an unknown level changes nothing."""
+    if level in get_args(Level):
+        logging.getLogger().setLevel(level.upper())

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from deepmesh import __version__
+from deepmesh.cli.batch import batch
 from deepmesh.cli.bench import bench
 from deepmesh.cli.chat import chat
 from deepmesh.cli.demo import demo
@@ -29,6 +30,7 @@ app.command()(up)
 app.command()(serve)
 app.command()(status)
 app.command()(chat)
+app.command()(batch)
 app.command()(demo)
 app.command()(doctor)
 app.command()(trace)

@@ -44,7 +44,10 @@ def _for_index(config: Config, index: int) -> Config:
     port = config.gateway.port
     if not index or not port:
         return config
-    settings = msgspec.structs.replace(config.gateway, port=port + index)
+    admin = config.gateway.admin_port
+    settings = msgspec.structs.replace(
+        config.gateway, port=port + index, admin_port=admin + index if admin > 0 else admin
+    )
     return msgspec.structs.replace(config, gateway=settings)
 
 

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deepmesh import __version__
-from services.gateway import errors, exposition
+from services.gateway import errors, exposition, openapi
 from services.gateway.arrival import Arrival, arrive
 from services.gateway.errors import Problem, Shape
 from services.gateway.exposition import Exposition
@@ -28,7 +28,13 @@ POST_ROUTES = {  # path: protocol as it is called in `Submit`
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
 }
-MODEL_ROUTES = ("/v1/models", "/v1/models/{model_id:path}")
+MODEL_ROUTES = ("/v1/models", "/v1/models/{id:path}")
+RESPONSE_ROUTES = (  # path, method, protocol
+    ("/v1/responses/{id}", "GET", "response"),
+    ("/v1/responses/{id}", "DELETE", "response_delete"),
+    ("/v1/responses/{id}/cancel", "POST", "response_cancel"),
+    ("/v1/responses/{id}/input_items", "GET", "response_items"),
+)
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -60,11 +66,17 @@ def make_app(edge: Edge, tokenizers: Tokenizers, figures: Exposition) -> Starlet
         for path, protocol in POST_ROUTES.items()
     ]
     routes += [Route(path, Forward(edge, "models", path), methods=["GET"]) for path in MODEL_ROUTES]
+    routes += [
+        Route(path, Forward(edge, protocol, path), methods=[method])
+        for path, method, protocol in RESPONSE_ROUTES
+    ]
 
     async def health(request: Request) -> Response:
         return _json({"status": "ok"})
 
     async def ready(request: Request) -> Response:
+        if edge.gate.is_draining:
+            return _problem(request, Problem(503, "draining", "drained by an operator"))
         if tokenizers.is_ready:
             return _json({"status": "ready"})
         return _problem(request, Problem(503, "not_ready", tokenizers.problem))
@@ -74,6 +86,11 @@ def make_app(edge: Edge, tokenizers: Tokenizers, figures: Exposition) -> Starlet
 
     async def metrics(request: Request) -> Response:
         return Response(figures.text(), media_type=exposition.CONTENT_TYPE)
+
+    described = msgspec.json.encode(openapi.document())
+
+    async def description(request: Request) -> Response:
+        return Response(described, media_type="application/json")
 
     async def load(request: Request) -> Response:
         return _json({"server_load": len(edge.streams)})
@@ -85,6 +102,7 @@ def make_app(edge: Edge, tokenizers: Tokenizers, figures: Exposition) -> Starlet
         "/version": version,
         "/metrics": metrics,
         "/load": load,
+        "/openapi.json": description,
     }
     routes += [Route(path, handler) for path, handler in plain.items()]
     app = Starlette(
@@ -103,7 +121,7 @@ def _id_headers(arrival: Arrival) -> list[tuple[bytes, bytes]]:
         headers.append((b"request-id", request_id))
     if arrival.trace_id:
         headers.append((b"x-trace-id", arrival.trace_id.encode()))
-    return headers
+    return headers + arrival.headers_out
 
 
 def _json(value: object, status: int = 200) -> Response:

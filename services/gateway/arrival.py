@@ -31,6 +31,8 @@ class Arrival(msgspec.Struct):
     parent: str  # inbound traceparent in normal form, or ""
     trace_id: str = ""  # what `deepmesh trace` takes; empty when the trace is not recorded
     status: int = 0  # of the answer, once it has begun
+    key: str = ""  # digest of the caller's API key
+    headers_out: list[tuple[bytes, bytes]] = []  # what the answer says of the caller's limits
 
 
 def arrive(path: str, raw_headers: list[tuple[bytes, bytes]]) -> Arrival:

@@ -22,6 +22,8 @@ HTTP_STATUS: dict[ErrorCode, int] = {
     ErrorCode.UNKNOWN: 500,
     ErrorCode.INTERNAL: 500,
     ErrorCode.MISMATCH: 503,
+    ErrorCode.NOT_FOUND: 404,
+    ErrorCode.CANCELLED: 409,
 }
 
 CODE_NAME: dict[ErrorCode, str] = {
@@ -38,6 +40,8 @@ CODE_NAME: dict[ErrorCode, str] = {
     ErrorCode.UNKNOWN: "internal_error",
     ErrorCode.INTERNAL: "internal_error",
     ErrorCode.MISMATCH: "engine_mismatch",
+    ErrorCode.NOT_FOUND: "not_found",
+    ErrorCode.CANCELLED: "cancelled",
 }
 
 _OPENAI_TYPE = {

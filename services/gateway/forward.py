@@ -1,6 +1,7 @@
 """Endpoints that pass the raw body to a tokenizer and its answer to the client."""
 
 import time
+from urllib.parse import parse_qsl
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -22,11 +23,12 @@ from deepmesh.telemetry import (
 from deepmesh.wire.link import Mail
 from deepmesh.wire.messages import ResponseFailed, ResponseFinished, Submit
 from services.gateway.arrival import Arrival
-from services.gateway.auth import Keys, tenant_salt
+from services.gateway.auth import tenant_salt
 from services.gateway.errors import CODE_NAME, HTTP_STATUS, ProblemError
 from services.gateway.limits import BodyReader, ClientGoneError, Gate
 from services.gateway.metrics import Metrics, RequestTimer
 from services.gateway.protocol import ABORT, PIECE
+from services.gateway.quotas import Quotas
 from services.gateway.relay import CLIENT_GONE, Relay, send_problem
 from services.gateway.stream import Stream
 from services.gateway.streams import Streams
@@ -35,12 +37,21 @@ from services.gateway.streams import Streams
 class Edge(msgspec.Struct, frozen=True):
     """What all endpoints share."""
 
-    keys: Keys
     gate: Gate
+    quotas: Quotas
     bodies: BodyReader
     streams: Streams
     metrics: Metrics
     tracer: Tracer
+
+
+def _question(scope: Scope) -> bytes:
+    """Path and query of a request without a body of its own, as one."""
+    query = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
+    asked: dict[str, str | int] = {**query, **scope["path_params"]}
+    if query.get("limit", "").isdecimal():
+        asked["limit"] = int(query["limit"])
+    return msgspec.json.encode(asked) if asked else b""
 
 
 def record_hop(tracer: Tracer, mail: Mail, traceparent: str) -> None:
@@ -67,8 +78,7 @@ class Forward:
         timer = RequestTimer(edge.metrics, self._protocol, arrival.start_s)
         edge.metrics.running[self._protocol] += 1
         try:
-            with edge.gate.enter():
-                key_hash = edge.keys.check(arrival.headers)
+            with edge.gate.enter(), edge.quotas.enter(arrival, self._protocol) as key_hash:
                 # no name for the body here: `Streams` alone decides how long it is kept
                 stream = self._open(
                     arrival, span, key_hash, await self._body(scope, receive, arrival, span)
@@ -103,10 +113,11 @@ class Forward:
 
     async def _body(self, scope: Scope, receive: Receive, arrival: Arrival, span: Span) -> bytes:
         if scope["method"] != "POST":
-            wanted = scope["path_params"].get("model_id")
-            return msgspec.json.encode({"id": wanted}) if wanted else b""
+            return _question(scope)
         self._edge.bodies.check_headers(arrival.headers)
         body = await self._edge.bodies.read(receive)
+        if scope["path_params"]:
+            return _question(scope)
         self._edge.tracer.record(
             SPAN_BODY, span.traceparent, arrival.start_ns, time.time_ns(), {"bytes": len(body)}
         )
@@ -121,6 +132,7 @@ class Forward:
                 seed=arrival.seed,
                 api_key_hash=key_hash,
                 tenant_salt=tenant_salt(key_hash),
+                priority=self._edge.quotas.priority(key_hash),
                 traceparent=span.traceparent,
                 created_s=arrival.created_s,
             )
@@ -178,6 +190,9 @@ class Forward:
             span.set("gen_ai.usage.output_tokens", end.completion_tokens)
             span.set("deepmesh.cached_tokens", end.cached_tokens)
             span.set("deepmesh.finish_reason", end.finish_reason)
+            self._edge.quotas.used(arrival, end.prompt_tokens + end.completion_tokens)
+        else:
+            self._edge.quotas.used(arrival, timer.num_events)  # about its tokens
         if not stream.placed_ns:
             return
         if stream.ended_ns:

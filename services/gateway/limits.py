@@ -25,14 +25,18 @@ class Gate:
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
         self.num_open = 0
+        self.is_draining = False  # by an operator's order: nothing new
 
     @contextlib.contextmanager
     def enter(self) -> Iterator[None]:
         """Hold a place.
 
         Raises:
-            ProblemError: 429, all places are taken.
+            ProblemError: 429, all places are taken; 503 while it drains.
         """
+        if self.is_draining:
+            message = "this gateway drains; send the request to another one"
+            raise ProblemError(Problem(503, "draining", message))
         if self.num_open >= self._max_requests:
             raise ProblemError(
                 problem(

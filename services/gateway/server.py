@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,6 +20,7 @@ from deepmesh.health import Readiness
 from deepmesh.wire.inbox import AsyncInbox
 from deepmesh.wire.messages import ErrorCode, ServiceStats
 from deepmesh.wire.sockets import Dialer, Identity
+from services.gateway.admin import Admin, AdminServer
 from services.gateway.app import make_app
 from services.gateway.auth import Keys
 from services.gateway.exposition import Exposition
@@ -27,6 +28,7 @@ from services.gateway.forward import Edge, record_hop
 from services.gateway.limits import CLIENT_IDLE_S, BodyReader, Gate
 from services.gateway.metrics import Metrics
 from services.gateway.protocol import EdgeProtocol
+from services.gateway.quotas import Quotas
 from services.gateway.streams import StreamLimits, Streams
 from services.gateway.tokenizers import Tokenizers
 
@@ -80,7 +82,10 @@ class Gateway:
         self._pulse = Readiness(config.mesh.run_dir, name, lambda: not self._drain_began_at)
         self._drain_began_at = 0.0
         self._error: BaseException | None = None
+        self._gate = Gate(config.gateway.max_requests)
         self._server = self._make_server(idle_s)
+        self._admin = self._make_admin()
+        self.admin_url = _url(self._admin[1], config.gateway.admin_host) if self._admin else ""
 
     async def run(self) -> None:
         """Serve until told to end.
@@ -97,8 +102,9 @@ class Gateway:
         sweeper.add_done_callback(self._sweeper_ended)
         _log.info("listening on %s", self.url)
         try:
-            with _address_file(Path(self._config.mesh.run_dir) / _file_name(self._name), self.url):
-                await self._server.serve(sockets=[self._sock])
+            with _address_file(self._file(), self.url):
+                async with self._serving_admin():
+                    await self._server.serve(sockets=[self._sock])
         finally:
             sweeper.cancel()
             self._pulse.close()
@@ -162,8 +168,8 @@ class Gateway:
     def _make_server(self, idle_s: float) -> Server:
         settings, metrics = self._config.gateway, Metrics()
         edge = Edge(
-            keys=Keys(settings.api_keys),
-            gate=Gate(settings.max_requests),
+            gate=self._gate,
+            quotas=Quotas(Keys(settings.api_keys), settings),
             bodies=BodyReader(settings.max_body_bytes, settings.resume_bytes, idle_s),
             streams=self.streams,
             metrics=metrics,
@@ -185,6 +191,32 @@ class Gateway:
             ),
             self._note_exit,
         )
+
+    def _make_admin(self) -> tuple[AdminServer, socket.socket] | None:
+        settings = self._config.gateway
+        if settings.admin_port < 0:
+            return None
+        keys = Keys(settings.admin_keys)
+        server = Admin(keys, self._gate, self.streams, self.tokenizers).server()
+        return server, _bind(settings.admin_host, settings.admin_port, "gateway.admin_port")
+
+    @contextlib.asynccontextmanager
+    async def _serving_admin(self) -> AsyncIterator[None]:
+        """The admin port, if there is one, as long as the gateway serves."""
+        if self._admin is None:
+            yield
+            return
+        server, sock = self._admin
+        task = asyncio.create_task(server.serve(sockets=[sock]))
+        try:
+            with _address_file(self._file().with_suffix(".admin"), self.admin_url):
+                yield
+        finally:
+            server.should_exit = server.force_exit = True
+            await task
+
+    def _file(self) -> Path:
+        return Path(self._config.mesh.run_dir) / _file_name(self._name)
 
     def _note_exit(self) -> None:
         self._drain_began_at = self._drain_began_at or time.monotonic()
@@ -214,7 +246,7 @@ def _limits(config: Config) -> StreamLimits:
     )
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int, name: str = "gateway.port") -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -223,7 +255,7 @@ def _bind(host: str, port: int) -> socket.socket:
         sock.listen(_BACKLOG)  # from here on clients get through, if only to wait
     except OSError as error:
         sock.close()
-        key = "gateway.host" if isinstance(error, socket.gaierror) else "gateway.port"
+        key = "gateway.host" if isinstance(error, socket.gaierror) else name
         raise BindError(f"{key}: {host}:{port}: {error.strerror}; choose another") from error
     return sock
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from deepmesh import log
 from deepmesh.config import Config
 from deepmesh.health import Readiness
 from deepmesh.telemetry import Tracer
@@ -17,6 +18,7 @@ from deepmesh.wire.messages import (
     Attach,
     Capacity,
     Drain,
+    FlushCache,
     Generate,
     GpuDone,
     Hits,
@@ -25,6 +27,7 @@ from deepmesh.wire.messages import (
     Progress,
     Resume,
     ServiceStats,
+    SetLogLevel,
     Shutdown,
     StepResult,
     StopAt,
@@ -205,11 +208,15 @@ class SchedulerService:
                 | OpDone()
                 | Hits()
                 | Drain()
+                | FlushCache()
                 | Pause()
                 | Resume()
                 | Shutdown()
             ) as message:
                 return Mail(mail.peer.name, message)
+            case SetLogLevel(level):
+                log.set_level(level)
+                return None
             case message:
                 _log.warning("ignored a %s of %s", type(message).__name__, mail.peer.name)
                 return None

@@ -10,7 +10,10 @@ from deepmesh.wire.messages import (
     Attach,
     Delta,
     DeltaBatch,
+    DropRecord,
     Generate,
+    GetRecord,
+    PutRecord,
     ResponseFailed,
     ResponseFinished,
     StopAt,
@@ -35,10 +38,19 @@ class ToScheduler(NamedTuple):
     message: Generate | Attach | Ack | StopAt | Abort
 
 
+class ToStore(NamedTuple):
+    """Send to the kvstore that keeps the records of this id."""
+
+    message: PutRecord | GetRecord | DropRecord
+
+
 class Prepare(NamedTuple):
     """Check, convert and encode; hand the outcome to `Core.prepared`."""
 
     submit: Submit
+    record: bytes | None = (
+        None  # what a kvstore has under the id that was asked for; empty: nothing
+    )
 
 
 class Trace(NamedTuple):
@@ -52,7 +64,7 @@ class Trace(NamedTuple):
     error: str = ""
 
 
-Action = ToGateway | ToScheduler | Prepare | Trace
+Action = ToGateway | ToScheduler | ToStore | Prepare | Trace
 
 
 class Outbox:

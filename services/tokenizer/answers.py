@@ -12,6 +12,7 @@ from services.tokenizer.normalize import Limits, check_fields, check_model, norm
 from services.tokenizer.reading import Json, boolean, parse_object, token_ids
 from services.tokenizer.recipe import Recipe
 from services.tokenizer.refusal import Refusal
+from services.tokenizer.store_orders import Order
 from services.tokenizer.vocabulary import Vocabulary
 
 
@@ -20,6 +21,7 @@ class Answer(NamedTuple):
 
     body: bytes
     prompt_tokens: int = 0
+    orders: tuple[Order, ...] = ()  # what else is to be done
 
 
 def list_models(body: bytes, names: tuple[str, ...], context: int, started_s: int) -> Answer:
@@ -56,7 +58,8 @@ def list_models(body: bytes, names: tuple[str, ...], context: int, started_s: in
 def count_tokens(body: Json, recipe: Recipe, limits: Limits) -> Answer:
     """Messages' count_tokens: the length of the prompt that this body would give."""
     normal = normalise("count_tokens", body, limits)
-    count = len(recipe.convert("count_tokens", normal.body).prompt_ids)
+    talk = recipe.convert("count_tokens", normal.body, prefill=normal.prefill)
+    count = len(talk.prompt_ids)
     return Answer(msgspec.json.encode({"input_tokens": count}), count)
 
 
@@ -67,7 +70,14 @@ def tokenize(body: Json, recipe: Recipe, limits: Limits, model: Model, context: 
     if ("messages" in given) == ("prompt" in given):
         raise Refusal("Send either `prompt` or `messages`.", "prompt")
     if "messages" in given:
-        keep = ("messages", "tools", "thinking", "chat_template_kwargs")
+        keep = (
+            "messages",
+            "tools",
+            "thinking",
+            "chat_template_kwargs",
+            "add_generation_prompt",
+            "continue_final_message",
+        )
         chat = {"model": name, **{key: given[key] for key in keep if key in given}}
         ids = recipe.convert("chat", normalise("chat", chat, limits).body).prompt_ids
     else:

@@ -3,16 +3,18 @@
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
-from deepmesh.wire.messages import FinishReason
+from deepmesh.wire.messages import FinishReason, Grammar, PromptLogprobs
 from services.tokenizer.detokenize import Detokenizer, StopMatcher
 from services.tokenizer.events import clamp_logprob
+from services.tokenizer.grammar import read_constraint
 from services.tokenizer.length import Room
 from services.tokenizer.model import BOS, Model
 from services.tokenizer.normalize import Limits, check_fields, check_model
 from services.tokenizer.reading import Json, boolean, is_array, kind_of, stop_strings, token_ids
 from services.tokenizer.refusal import Refusal
-from services.tokenizer.sampling import Settings, read_settings
+from services.tokenizer.sampling import MAX_CHOICES, Settings, read_settings
 from services.tokenizer.text_stream import Token
 from services.tokenizer.vocabulary import Vocabulary
 
@@ -25,11 +27,17 @@ class CompletionRequest(NamedTuple):
     """A checked body."""
 
     model: str
-    prompt_ids: list[int]
+    prompts: list[list[int]]  # token ids of each
     settings: Settings
     stops: list[str]
     stream: bool
     echo: bool
+    grammar: Grammar | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """Of all prompts together."""
+        return len(self.prompts) * self.settings.n
 
 
 def read_completion(body: Json, limits: Limits, model: Model, room: Room) -> CompletionRequest:
@@ -44,46 +52,70 @@ def read_completion(body: Json, limits: Limits, model: Model, room: Room) -> Com
     settings = read_settings("completions", given, model.vocab_size, stream=stream)
     if settings.max_tokens is None:
         settings = settings._replace(max_tokens=DEFAULT_MAX_TOKENS)
-    if echo and settings.n_logprobs >= 0:
-        raise Refusal("`echo` with `logprobs`: logprobs of the prompt are not computed.", "echo")
     stops = stop_strings(given, "stop", limits.max_stops)
     special = boolean(given, "add_special_tokens", True)
-    ids = read_prompt(given.get("prompt"), model, add_bos=special, room=room)
-    return CompletionRequest(name, ids, settings, stops, stream, echo)
+    prompts = read_prompts(given.get("prompt"), model, add_bos=special, room=room)
+    grammar = read_constraint("completions", given, {}, thinking=False).grammar
+    request = CompletionRequest(name, prompts, settings, stops, stream, echo, grammar)
+    if request.num_choices > MAX_CHOICES:
+        raise Refusal(
+            f"`prompt` and `n` make {request.num_choices} choices; at most {MAX_CHOICES} are "
+            "allowed.",
+            "n" if settings.n > 1 else "prompt",
+        )
+    return request
+
+
+def read_prompts(
+    prompt: object, model: Model, *, add_bos: bool, room: Room | None = None
+) -> list[list[int]]:
+    """Ids of each prompt: a string, ids, or a list of strings or of lists of ids."""
+    if is_array(prompt) and prompt and (isinstance(prompt[0], str) or is_array(prompt[0])):
+        if len(prompt) > MAX_CHOICES:
+            raise Refusal(
+                f"`prompt` holds {len(prompt)} prompts; at most {MAX_CHOICES} are allowed.",
+                "prompt",
+            )
+        many = len(prompt) > 1
+        return [
+            read_prompt(
+                each, model, add_bos=add_bos, room=room, param=f"prompt[{i}]" if many else "prompt"
+            )
+            for i, each in enumerate(prompt)
+        ]
+    return [read_prompt(prompt, model, add_bos=add_bos, room=room)]
 
 
 def read_prompt(
-    prompt: object, model: Model, *, add_bos: bool, room: Room | None = None
+    prompt: object,
+    model: Model,
+    *,
+    add_bos: bool,
+    room: Room | None = None,
+    param: str = "prompt",
 ) -> list[int]:
-    """Ids of a prompt: a string, ids, or a list that holds exactly one of these.
+    """Ids of one prompt: a string or ids.
 
     What cannot fit into `room` is refused unencoded.
     """
     if prompt is None:
-        raise Refusal("`prompt` is missing.", "prompt")
+        raise Refusal(f"`{param}` is missing.", param)
     if isinstance(prompt, str):
         if room is not None:
-            room.check(prompt, "prompt")
+            room.check(prompt, param)
         ids = model.tokenizer.encode(prompt)  # special tokens may be spelled: the template is
         # the user's; and the model has seen every text begin with its BOS token
         return [model.bos_id, *ids] if add_bos and not prompt.startswith(BOS) else ids
     if not is_array(prompt):
         kind = kind_of(prompt)
-        raise Refusal(f"`prompt` must be a string or a list of token ids, not {kind}.", "prompt")
+        raise Refusal(f"`{param}` must be a string or a list of token ids, not {kind}.", param)
     if not prompt:
-        raise Refusal("`prompt` is empty.", "prompt")
-    first: object = prompt[0]
-    if isinstance(first, str) or is_array(first):
-        if len(prompt) > 1:
-            raise Refusal(
-                f"`prompt` holds {len(prompt)} prompts; send one request for each.", "prompt"
-            )
-        return read_prompt(first, model, add_bos=add_bos, room=room)
-    return token_ids(prompt, "prompt", model.vocab_size)
+        raise Refusal(f"`{param}` is empty.", param)
+    return token_ids(prompt, param, model.vocab_size)
 
 
 class CompletionStream:
-    """Text state of one completion."""
+    """Text state of one choice of a completion."""
 
     def __init__(
         self,
@@ -92,22 +124,30 @@ class CompletionStream:
         rid: bytes,
         created_s: int,
         silent_ids: frozenset[int],
+        *,
+        index: int = 0,
     ) -> None:
         self.stopped = False
+        self.usage: Json = {}  # once it has ended
+        self._index = index
+        self._prompt_ids = request.prompts[index // request.settings.n]
+        self._is_part = request.num_choices > 1  # the end of the stream is not ours
         self._finish_reason = ""
         self._request = request
         self._vocabulary = vocabulary
         self._silent_ids = silent_ids  # end and stop ids: counted, never shown
         self._detokenizer = Detokenizer(vocabulary)
-        self._stops = StopMatcher(request.stops)
+        self._stops = StopMatcher(request.stops, keep=request.settings.stop_in_text)
         self._cached_tokens = 0
         self._completion_tokens = 0
-        self._head: Json = {
+        self.head: Json = {
             "id": f"cmpl-{rid.hex()}",
             "object": "text_completion",
             "created": created_s,
             "model": request.model,
         }
+        self._prompt: list[Token] = []  # with logprobs, from the second on
+        self._offset = 0  # characters of the echo
         self._waiting: list[tuple[int, Token]] = []  # (offset, token): their text is held back
         self._length = 0  # characters of the output decoded so far
         self._sent = 0  # characters of the output sent so far
@@ -118,8 +158,32 @@ class CompletionStream:
         self._cached_tokens = cached_tokens
         if not self._request.echo:
             return []
-        text = self._vocabulary.text_of(self._request.prompt_ids)
-        return self._send(text, None)
+        text = self._vocabulary.text_of(self._prompt_ids)
+        logprobs = None
+        if self._request.settings.n_logprobs >= 0:
+            logprobs = self._describe_prompt()
+        self._offset = len(text)
+        return self._send(text, logprobs)
+
+    def take_prompt(self, found: PromptLogprobs) -> None:
+        """Logprobs of the prompt's tokens but the first; before `start`."""
+        count = self._request.settings.n_prompt_logprobs
+        own: list[float] = np.frombuffer(found.logprobs, "<f4").tolist()
+        shape = (len(own), count if found.top_ids else 0)
+        ids: list[list[int]] = np.frombuffer(found.top_ids, "<i4").reshape(shape).tolist()
+        best: list[list[float]] = np.frombuffer(found.top_logprobs, "<f4").reshape(shape).tolist()
+        rows = zip(self._prompt_ids[found.first :], own, ids, best, strict=False)
+        self._prompt = [Token(t, p, list(zip(i, b, strict=True))) for t, p, i, b in rows]
+
+    def _describe_prompt(self) -> dict[str, list[Any]]:
+        """The first token has no logprob: nothing comes before it."""
+        out, at, known = _empty_logprobs(), 0, [Token(self._prompt_ids[0]), *self._prompt]
+        detokenizer = Detokenizer(self._vocabulary)
+        for token in known:
+            self._describe(token, at, out)
+            at += len(detokenizer.push(token.id))
+        out["token_logprobs"][0] = out["top_logprobs"][0] = None
+        return out
 
     def push(self, token: Token) -> list[bytes]:
         self._completion_tokens += 1
@@ -138,20 +202,23 @@ class CompletionStream:
             self._finish_reason = "stop"
             self._waiting = [(at, token) for at, token in self._waiting if at < self._sent]
         events = self._emit(self._stops.flush(), self._finish_reason)
+        self.usage = self._usage_json()
         if not self._request.stream:
             return []
+        if self._is_part:
+            return events
         if self._request.settings.usage_chunk:
-            events.append(_sse({**self._head, "choices": [], "usage": self._usage_json()}))
+            events.append(_sse({**self.head, "choices": [], "usage": self.usage}))
         return [*events, b"data: [DONE]\n\n"]
 
     def body(self) -> bytes:
         choice = {
-            "index": 0,
+            "index": self._index,
             "text": "".join(self._parts),
             "logprobs": self._logprobs if self._request.settings.n_logprobs >= 0 else None,
             "finish_reason": self._finish_reason,
         }
-        return _encode({**self._head, "choices": [choice], "usage": self._usage_json()})
+        return _encode({**self.head, "choices": [choice], "usage": self.usage})
 
     def _emit(self, text: str, finish_reason: str | None = None) -> list[bytes]:
         """Send text of the output, and with it the logprobs of the tokens that it completes."""
@@ -173,12 +240,12 @@ class CompletionStream:
                 self._logprobs[key] += values
             return []
         choice = {
-            "index": 0,
+            "index": self._index,
             "text": text,
             "logprobs": logprobs if wanted else None,
             "finish_reason": finish_reason,
         }
-        chunk = {**self._head, "choices": [choice]}
+        chunk = {**self.head, "choices": [choice]}
         if self._request.settings.usage_chunk:
             each = self._request.settings.usage_each
             chunk["usage"] = self._usage_json() if each else None
@@ -190,10 +257,10 @@ class CompletionStream:
         out["token_logprobs"].append(clamp_logprob(token.logprob or 0.0))
         best = {name(other): clamp_logprob(logprob) for other, logprob in token.top}
         out["top_logprobs"].append(best)
-        out["text_offset"].append(at)
+        out["text_offset"].append(self._offset + at)
 
     def _usage_json(self) -> Json:
-        prompt, completion = len(self._request.prompt_ids), self._completion_tokens
+        prompt, completion = len(self._prompt_ids), self._completion_tokens
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,

@@ -1,11 +1,16 @@
 """What lies inside the fields that go to the recipe: refuse what it would drop or alter."""
 
-from services.tokenizer.reading import Json, as_list, as_object, boolean, is_array, is_object
+from services.tokenizer.reading import (
+    Json,
+    as_list,
+    as_object,
+    as_text,
+    is_array,
+)
 from services.tokenizer.refusal import Refusal
 
 _NO_IMAGES = "this model does not take images"
 _NO_FILES = "files are not read; put their text into the message"
-_NO_STRICT = "`strict` needs constrained decoding, which is not there yet; leave it out"
 _FOREIGN_PARTS = {
     "image": _NO_IMAGES,
     "image_url": _NO_IMAGES,
@@ -18,29 +23,11 @@ _FOREIGN_PARTS = {
 }
 
 
-def check_chat(body: Json, *, thinking: bool) -> None:
+def check_chat(body: Json) -> None:
     """Chat Completions. Edits messages: developer becomes system, `reasoning` its alias."""
     messages = _items(body, "messages")
     body["messages"] = [_chat_message(m, f"messages[{i}]") for i, m in enumerate(messages)]
-    _check_thinking(body)
-    if "response_format" in body:
-        _check_format(as_object(body["response_format"], "response_format"), "response_format")
-    tools = _items(body, "tools", required=False)
-    for i, tool in enumerate(tools):
-        function: object = tool.get("function")
-        if is_object(function):
-            _check_strict(function, f"tools[{i}].function.strict")
-    choice = body.get("tool_choice")
-    if choice in (None, "auto", "none"):
-        return
-    if not tools:
-        raise Refusal("`tool_choice` needs `tools`.", "tool_choice")
-    if thinking:
-        raise Refusal(
-            '`tool_choice` can force a call only without thinking; add `"thinking": '
-            '{"type": "disabled"}`.',
-            "tool_choice",
-        )
+    _items(body, "tools", required=False)
 
 
 def check_responses(body: Json) -> None:
@@ -51,44 +38,51 @@ def check_responses(body: Json) -> None:
         if tool.get("type") not in ("function", "namespace", "custom"):
             kind = tool.get("type")
             raise Refusal(f"`{param}.type` {kind!r}: only function tools exist.", f"{param}.type")
-        _check_strict(tool, f"{param}.strict")
     text = as_object(body.get("text") or {}, "text")
-    if text.get("format") is not None:
-        _check_format(as_object(text["format"], "text.format"), "text.format")
     if text.get("verbosity") not in (None, "medium"):
         raise Refusal("`text.verbosity`: ask for the length in the prompt.", "text.verbosity")
-    reasoning = as_object(body.get("reasoning") or {}, "reasoning")
-    for key, value in reasoning.items():
-        if key == "effort" or value is None or (key == "summary" and value == "auto"):
-            continue
-        raise Refusal(
-            f"`reasoning.{key}` is not supported: reasoning comes whole, not as a summary.",
-            f"reasoning.{key}",
-        )
-    if body.get("tool_choice") not in (None, "auto", "none") and not body.get("tools"):
-        raise Refusal("`tool_choice` needs `tools`.", "tool_choice")
 
 
 def check_messages(body: Json) -> None:
     """Messages. Edits tool results: the recipe drops `is_error`, so the text says it."""
     messages = _items(body, "messages")
     body["messages"] = [_anthropic_message(m, f"messages[{i}]") for i, m in enumerate(messages)]
-    if messages and messages[-1].get("role") == "assistant":
-        last = f"messages[{len(messages) - 1}].role"
-        raise Refusal(f"`{last}`: continuing an assistant message is not supported here.", last)
-    _check_thinking(body)
-    for i, tool in enumerate(_items(body, "tools", required=False)):
-        _check_strict(tool, f"tools[{i}].strict")
-    choice = as_object(body.get("tool_choice") or {}, "tool_choice")
-    if choice.get("type") == "any":
-        raise Refusal("`tool_choice.type` any is not supported; name a tool.", "tool_choice.type")
-    if choice.get("disable_parallel_tool_use"):
-        param = "tool_choice.disable_parallel_tool_use"
-        raise Refusal(f"`{param}`: the model decides how many calls it makes.", param)
+    _items(body, "tools", required=False)
     for key, value in as_object(body.get("output_config") or {}, "output_config").items():
-        if key != "effort" and value is not None:
+        if key not in ("effort", "format") and value is not None:
             param = f"output_config.{key}"
-            raise Refusal(f"`{param}` is not supported; `output_config.effort` is.", param)
+            raise Refusal(f"`{param}` is not supported; `effort` and `format` are.", param)
+
+
+def continue_last(body: Json) -> None:
+    """vLLM's continue_final_message: the recipe's `prefix` on the assistant's last message."""
+    messages = _items(body, "messages")
+    last, param = messages[-1], f"messages[{len(messages) - 1}].role"
+    if last.get("role") != "assistant":
+        raise Refusal(f"`{param}`: only a message of the assistant can be continued.", param)
+    body["messages"] = [*messages[:-1], {**last, "prefix": True}]
+
+
+def take_prefill(body: Json) -> str:
+    """Anthropic's way to continue: the text of a last message of the assistant, taken out."""
+    messages: list[Json] = body["messages"]
+    if messages[-1].get("role") != "assistant":
+        return ""
+    content: object = messages[-1].get("content")
+    if isinstance(content, str):
+        text = content
+    else:
+        blocks = [as_object(block, "messages") for block in as_list(content, "messages")]
+        if any(block.get("type") != "text" for block in blocks):
+            return ""  # calls of tools without results: the recipe says what is wrong
+        text = "".join(as_text(block.get("text"), "messages") for block in blocks)
+    param = f"messages[{len(messages) - 1}].content"
+    if not text:
+        raise Refusal(f"`{param}` is empty: there is nothing to continue.", param)
+    if len(messages) == 1:
+        raise Refusal("`messages` must begin with the user.", "messages")
+    body["messages"] = messages[:-1]
+    return text
 
 
 def _chat_message(message: Json, param: str) -> Json:
@@ -154,34 +148,6 @@ def _check_parts(value: object, param: str) -> None:
                 f"`{param}[{i}].type` {kind!r}: {_FOREIGN_PARTS[kind]}.", f"{param}[{i}].type"
             )
         _check_parts(part.get("content"), f"{param}[{i}].content")
-
-
-def _check_format(given: Json, param: str) -> None:
-    """Formats that the prompt can ask for; promises that only a mask can keep are refused."""
-    kind = given.get("type")
-    if kind not in ("text", "json_object", "json_schema"):
-        raise Refusal(
-            f"`{param}.type` {kind!r} is not supported: text, json_object and json_schema are.",
-            f"{param}.type",
-        )
-    schema: object = given.get("json_schema")
-    if is_object(schema):
-        _check_strict(schema, f"{param}.json_schema.strict")
-    _check_strict(given, f"{param}.strict")
-
-
-def _check_strict(holder: Json, param: str) -> None:
-    if boolean(holder, "strict"):
-        raise Refusal(f"`{param}`: {_NO_STRICT}.", param)
-
-
-def _check_thinking(body: Json) -> None:
-    thinking = as_object(body.get("thinking") or {}, "thinking")
-    if thinking.get("budget_tokens") is not None:
-        raise Refusal(
-            "`thinking.budget_tokens` is not supported; leave it out and set the effort.",
-            "thinking.budget_tokens",
-        )
 
 
 def _items(body: Json, name: str, *, required: bool = True) -> list[Json]:

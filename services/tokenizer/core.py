@@ -9,6 +9,7 @@ from deepmesh.wire.messages import (
     Cancel,
     Credit,
     ErrorCode,
+    Record,
     ResponseFailed,
     ResponseFinished,
     Rid,
@@ -19,11 +20,13 @@ from services.tokenizer import limits
 from services.tokenizer.actions import Action, Outbox, Prepare
 from services.tokenizer.answers import Answer
 from services.tokenizer.book import Book, Clock, local_end
-from services.tokenizer.prepare import Generation
+from services.tokenizer.generation import Generation
+from services.tokenizer.records import Records
 from services.tokenizer.refusal import Refusal
 from services.tokenizer.replies import Replies
 from services.tokenizer.request import Phase, Request
 from services.tokenizer.spans import Stamps, hop_span, tokenize_span
+from services.tokenizer.store_orders import Wanted
 from services.tokenizer.upstream import Upstream
 
 
@@ -38,6 +41,9 @@ class Core:
         self._upstream = Upstream(me, self._outbox, vocabulary)
         self._book = Book(self._outbox, self._upstream)
         self._replies = Replies(me, self._book, self._upstream, self._outbox)
+        ttl_s = config.tokenizer.response_ttl_s
+        self._records = Records(self._outbox, self._book, self._upstream, ttl_s)
+        self._book.on_end = self._records.note
         self.draining = False
 
     @property
@@ -71,7 +77,8 @@ class Core:
                 request = self._book.get(rid)
                 if request is not None:
                     request.credit(num_events)
-                    self._upstream.ack(request)
+                    for part in request.parts or [request]:
+                        self._upstream.ack(part)
             case _:
                 pass  # nothing else is a gateway's to say
 
@@ -82,11 +89,14 @@ class Core:
                 request.orphaned_at = clock.now
 
     def prepared(
-        self, rid: Rid, outcome: Generation | Answer | Refusal, began_ns: int, clock: Clock
+        self, rid: Rid, outcome: Generation | Answer | Refusal | Wanted, began_ns: int, clock: Clock
     ) -> None:
-        """The conversion of a request is over."""
+        """The conversion of a request is over, or wants to know a record first."""
         request = self._book.get(rid)
         if request is None or request.phase is not Phase.PREPARING:
+            return
+        if isinstance(outcome, Wanted):
+            self._records.ask(request, outcome, clock)
             return
         self._outbox.add(tokenize_span(request, outcome, began_ns, clock.wall_ns))
         request.submit = msgspec.structs.replace(request.submit, body=b"")  # may be megabytes
@@ -94,15 +104,18 @@ class Core:
             case Refusal(code=code, detail=detail, param=param, retry_after_s=after_s):
                 self._book.end(request, ResponseFailed(rid, code, detail, param, after_s), clock)
             case Answer():
-                body, prompt_tokens = outcome
+                body, prompt_tokens, orders = outcome
                 finished = ResponseFinished(rid, 200, body, prompt_tokens=prompt_tokens)
                 self._book.end(request, finished, clock)
+                self._records.carry_out(orders, request)
             case Generation():
                 request.generation = outcome
                 request.withheld = request.submit.next_event
                 request.must_ask = request.submit.next_event > 0
                 request.give_up_at = clock.now + limits.patience_s(request, self._config, clock)
-                self._upstream.place_or_ask(request, clock.now)
+                self._records.note(request)
+                for part in self._book.split(request) or [request]:
+                    self._upstream.place_or_ask(part, clock.now)
 
     # ------------------------------------------------------------ schedulers
 
@@ -124,6 +137,13 @@ class Core:
     def scheduler_mail(self, message: AnyMessage, stamps: Stamps, clock: Clock) -> None:
         """Accepted, TokenBatch, Finished or Failed."""
         self._replies.from_scheduler(message, stamps, clock)
+
+    # ------------------------------------------------------------ kvstores
+
+    def store_mail(self, message: AnyMessage, clock: Clock) -> None:
+        """Record: the answer to each order."""
+        if isinstance(message, Record):
+            self._records.take(message, clock)
 
     # ------------------------------------------------------------ router
 
@@ -161,6 +181,7 @@ class Core:
                 self._book.fail(request, ErrorCode.SLOW_CONSUMER, detail, clock)
             else:
                 self._upstream.remind(request, clock.now)
+        self._records.tick(clock)
         self._book.sweep(clock)
 
     def fail_all(self, detail: str, clock: Clock) -> None:

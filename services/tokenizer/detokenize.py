@@ -20,18 +20,21 @@ class Detokenizer:
 class StopMatcher:
     """Finds the first stop string; holds back only what may be the beginning of one."""
 
-    def __init__(self, stops: list[str]) -> None:
+    def __init__(self, stops: list[str], *, keep: bool = False) -> None:
+        """`keep`: the stop string that is found belongs to the text."""
         self._stops = stops
+        self._keep = keep
         self._held = ""
         self.found = False
 
     def push(self, text: str) -> str:
         """The text that is safe to send now. Nothing follows once `found`."""
         self._held += text
-        starts = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
-        if starts:
+        found = [(at, len(s)) for s in self._stops if (at := self._held.find(s)) >= 0]
+        if found:
             self.found = True
-            safe, self._held = self._held[: min(starts)], ""
+            start, length = min(found)
+            safe, self._held = self._held[: start + length * self._keep], ""
             return safe
         keep = self._ambiguous()
         cut = len(self._held) - keep

@@ -14,6 +14,7 @@ import deepseek_recipe as dr
 import msgspec
 
 from deepmesh.wire.messages import FinishReason
+from services.tokenizer.stop_text import StopText
 from services.tokenizer.text_stream import Token
 
 Event = dict[str, Any]  # Any: the recipe's JSON, of which we touch a few known places
@@ -24,6 +25,14 @@ Answer = dr.ChatCompletionResponse | dr.ResponsesResponse | dr.MessagesResponse
 _LOWEST_LOGPROB = -9999.0  # JSON has no -inf, and SDK models want a number
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 _encode = msgspec.json.encode
+
+
+class Stored(NamedTuple):
+    """What a stored response repeats of its request, and keeps beside its answer."""
+
+    keeps: bool
+    previous: str  # id of the response that it continues; may be empty
+    items: list[Any]  # the whole input, that of earlier responses included
 
 
 class Frame(NamedTuple):
@@ -37,6 +46,9 @@ class Frame(NamedTuple):
     usage_chunk: bool = False
     usage_each: bool = False
     metadata: dict[str, Any] | None = None  # the client's labels, which Responses repeat
+    choice: int = 0
+    is_part: bool = False  # other choices share the stream: its end and its usage are not ours
+    stored: Stored | None = None  # of a response
 
 
 class RecipeStream:
@@ -53,8 +65,15 @@ class RecipeStream:
         silent_ids: frozenset[int],
         logprobs: bool,
         now_s: Callable[[], int],
+        stop_text: StopText | None = None,
     ) -> None:
         self.stopped = False
+        self.usage: Event = {}  # of a chat, once it has ended
+        self.head: Event = {}  # what all chunks of a chat have in common
+        self.response: Event | None = None  # of a response: the latest state that was told
+        self._stop_text = stop_text  # None: stop strings are no part of the text
+        self._stop = ""  # the stop string that ended it and is to be shown
+        self._channel = "content"  # what the latest text was
         self._frame = frame
         self._processor = dr.StreamProcessor(generator, parsing, tokenizer)
         self._prompt_tokens = prompt_tokens
@@ -79,9 +98,12 @@ class RecipeStream:
         if token.id in self._silent_ids:
             return []
         logprobs = [_logprob_pair(token)] if self._logprobs else None
-        events = self._emit(self._processor.push(dr.InferenceChunk.tokens([token.id], logprobs)))
+        chunks = self._processor.push(dr.InferenceChunk.tokens([token.id], logprobs))
         self.stopped = self._processor.finished
-        return events
+        if self._stop_text is not None:
+            self._stop_text.push(token.id)
+            self._stop = self._stop_text.found() if self.stopped else ""
+        return self._emit(chunks)
 
     def finish(self, reason: FinishReason) -> list[bytes]:
         events: list[bytes] = []
@@ -95,7 +117,7 @@ class RecipeStream:
             body = _decode(self._answer.to_json())
             self._patch_answer(body)
             self._body = _encode(body)
-        elif self._frame.protocol == "chat":
+        elif self._frame.protocol == "chat" and not self._frame.is_part:
             events.append(b"data: [DONE]\n\n")
         return events
 
@@ -123,15 +145,32 @@ class RecipeStream:
         chunk["created"] = self._frame.created_s
         final = chunk.pop("usage", None)
         choice = chunk["choices"][0]
+        choice["index"] = self._frame.choice
         for call in choice["delta"].get("tool_calls") or ():
             if "id" in call:
                 call["id"] = self._call_id(call["id"])
         if self._frame.usage_chunk:
             chunk["usage"] = self._chat_usage({}) if self._frame.usage_each else None
         events = [_sse(chunk)]
-        if final is not None and self._frame.usage_chunk:
-            events.append(_sse({**chunk, "choices": [], "usage": self._chat_usage(final)}))
+        if self._stop_text is not None:
+            events = [*self._shown_stop(chunk), *events]
+        if final is not None:
+            self.usage, self.head = self._chat_usage(final), chunk
+            if self._frame.usage_chunk and not self._frame.is_part:
+                events.append(_sse({**chunk, "choices": [], "usage": self.usage}))
         return events
+
+    def _shown_stop(self, chunk: Event) -> list[bytes]:
+        """A chunk with the stop string before the one with the finish reason."""
+        choice = chunk["choices"][0]
+        for channel in ("reasoning_content", "content"):
+            if choice["delta"].get(channel):
+                self._channel = channel
+        if not self._stop or choice.get("finish_reason") is None:
+            return []
+        delta, self._stop = {self._channel: self._stop}, ""
+        shown = {**choice, "delta": delta, "finish_reason": None, "logprobs": None}
+        return [_sse({**chunk, "choices": [shown]})]
 
     def _chat_usage(self, usage: Event) -> Event:
         return {
@@ -158,6 +197,10 @@ class RecipeStream:
             response["completed_at"] = max(self._now_s(), self._frame.created_s)
         for item in response["output"]:
             self._patch_item(item)
+        if self._frame.stored is not None:
+            response["store"] = self._frame.stored.keeps
+            response["previous_response_id"] = self._frame.stored.previous or None
+            self.response = response
         if response["usage"] is not None:
             total = self._prompt_tokens + self._completion_tokens
             response["usage"]["output_tokens"] = self._completion_tokens
@@ -186,9 +229,14 @@ class RecipeStream:
         match self._frame.protocol:
             case "chat":
                 choice = body["choices"][0]
-                for call in choice["message"].get("tool_calls") or ():
+                choice["index"] = self._frame.choice
+                message = choice["message"]
+                for call in message.get("tool_calls") or ():
                     call["id"] = self._call_id(call["id"])
-                body["usage"] = self._chat_usage(body["usage"])
+                if self._stop:
+                    channel = "content" if message.get("content") else "reasoning_content"
+                    message[channel] = (message.get(channel) or "") + self._stop
+                body["usage"] = self.usage = self._chat_usage(body["usage"])
             case "responses":
                 self._patch_response(body)
             case _:
@@ -200,7 +248,10 @@ class RecipeStream:
         """The same call has the same id after a restart: hash of (answer, index of the call)."""
         if drawn not in self._call_ids:
             index = len(self._call_ids)
-            digest = hashlib.blake2b(f"{self._frame.id}/{index}".encode(), digest_size=12)
+            answer = (
+                f"{self._frame.id}.{self._frame.choice}" if self._frame.choice else self._frame.id
+            )
+            digest = hashlib.blake2b(f"{answer}/{index}".encode(), digest_size=12)
             self._call_ids[drawn] = f"call_{digest.hexdigest()}"
         return self._call_ids[drawn]
 

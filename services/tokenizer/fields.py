@@ -1,8 +1,10 @@
-"""Every top-level field of every protocol, and what becomes of it. Nothing is silently ignored.
+"""Every field of every protocol, and what becomes of it. Nothing is silently ignored.
 
-The normaliser obeys this table and nothing else decides whether a field is accepted.
+The normaliser obeys this table, `python -m tools.reference` prints it, and nothing else decides
+whether a field is accepted.
 """
 
+from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
@@ -23,6 +25,7 @@ class Rule(NamedTuple):
     how: How
     neutral: tuple[object, ...] = ()  # values of a REFUSED or HINT field that are accepted
     why: str = ""  # completes "`field` is refused: …"; a note on one that is used
+    inside: "Mapping[str, Rule] | None" = None  # all keys of an object; None: read elsewhere
 
 
 _RECIPE = Rule(How.RECIPE)
@@ -35,19 +38,55 @@ def _refused(why: str, *neutral: object) -> Rule:
     return Rule(How.REFUSED, neutral, why)
 
 
-_ADVISORY = Rule(
-    How.RECIPE,
-    why="its format is advice in this version: the prompt asks the model for it, nothing "
-    "enforces it; `strict` is refused",
+_FORMAT = Rule(
+    How.BOTH,
+    why="enforced, `strict` or not; a schema that cannot be kept to is refused by its keyword",
 )
 _CHOICE = Rule(
-    How.RECIPE,
-    why='"required", or a tool by its name, is advice in this version: the prompt begins a '
-    "call, nothing enforces the rest",
+    How.BOTH,
+    why="enforced, while thinking is free; calls keep to the schemas of their tools",
 )
+_PARALLEL = Rule(How.OURS, why="false: at most one call in an answer")
 _LIMIT = Rule(How.BOTH, why="lowered to the room that the prompt leaves in the context")
 _OUR_LIMIT = Rule(How.OURS, why=_LIMIT.why)
-_MASKS = _refused("constrained decoding is not there yet; describe the format in the prompt")
+_GUIDED = Rule(How.OURS, why="enforced; at most one of these and of the protocol's own format")
+_STAND_BACK = Rule(
+    How.OURS,
+    why="an integer: 0 or more lets others go first; a negative one is refused, since being "
+    "preferred belongs to the API key",
+)
+_STOP_IN_TEXT = Rule(How.OURS, why="the stop string that ended the answer stays at its end")
+_BUDGET = Rule(How.OURS, why="thinking that is not over by then is cut: `</think>` follows")
+_CONTINUE = Rule(
+    How.OURS, why="true: the last message is the assistant's, and its text is continued"
+)
+_PROMPT_END = Rule(How.OURS, why="false with `continue_final_message`: true, and only then")
+_STREAM_OPTIONS = Rule(
+    How.OURS,
+    inside={
+        "include_usage": Rule(How.OURS, why="a last chunk with usage and no choices"),
+        "continuous_usage_stats": Rule(How.OURS, why="usage so far on every chunk, too"),
+        "include_obfuscation": _refused("chunks are not padded", False),
+    },
+)
+_TEMPLATE = Rule(
+    How.OURS,
+    inside={
+        "thinking": _OURS,
+        "enable_thinking": _OURS,
+        "reasoning_effort": _OURS,
+    },
+)
+_THINKING = Rule(How.BOTH, inside={"type": _RECIPE, "budget_tokens": _BUDGET})
+_REASONING = Rule(
+    How.RECIPE,
+    inside={
+        "effort": _RECIPE,
+        "summary": _refused("reasoning comes whole, not as a summary", "auto"),
+        "generate_summary": _refused("reasoning comes whole, not as a summary", "auto"),
+    },
+)
+_STORED = Rule(How.OURS, why="needs a kvstore: its input and output come before `input`")
 _TIER = Rule(How.HINT, ("auto", "default", "standard", "standard_only"), "there is one tier")
 
 # what every protocol that generates may carry beyond its own specification (vLLM's spellings)
@@ -64,27 +103,37 @@ _SAMPLING: dict[str, Rule] = {
     "min_tokens": _OURS,
     "ignore_eos": _OURS,
     "stop_token_ids": _OURS,
+    "allowed_token_ids": Rule(How.OURS, why="nothing else is sampled, `stop_token_ids` included"),
+    "bad_words": Rule(
+        How.OURS, why="texts that the answer does not hold, as the model spells them"
+    ),
     "cache_salt": _OURS,
-    "priority": _refused("priority belongs to the API key, not to the request", 0),
+    "priority": _STAND_BACK,
     "user": _HINT,
     "safety_identifier": _HINT,
     "prompt_cache_key": _HINT,
     "prompt_cache_retention": _HINT,
     "metadata": _HINT,
     "service_tier": _TIER,
-    "include_stop_str_in_output": _refused("stop strings are never part of the output", False),
     "skip_special_tokens": _refused("it cannot be switched off", True),
     "spaces_between_special_tokens": _refused("no spaces are added", True),
     "return_token_ids": _refused("token ids are not part of answers", False),
-    "thinking_token_budget": _refused("use reasoning effort, or switch thinking off"),
-    "guided_json": _MASKS,
-    "guided_regex": _MASKS,
-    "guided_choice": _MASKS,
-    "guided_grammar": _MASKS,
-    "structured_outputs": _MASKS,
+    "guided_json": _GUIDED,
+    "guided_json_object": _GUIDED,
+    "guided_regex": _GUIDED,
+    "guided_choice": _GUIDED,
+    "guided_grammar": _GUIDED,
+    "structured_outputs": _GUIDED,
+    "regex": _GUIDED,
+    "ebnf": _GUIDED,
+    "json_schema": _GUIDED,
 }
 
-_N = _refused("one choice per request; send the request again with another seed", 1)
+_ONE = _refused("this protocol has one answer; send the request again with another seed", 1)
+_N = Rule(
+    How.OURS, why="choices: up to 128 in all; choice i draws its own random numbers from the seed"
+)
+_NO_STOP_IN_TEXT = _refused("the answer names its `stop_sequence`", False)
 _BEST_OF = _refused("it would hide tokens that you pay for", 1)
 
 CHAT: dict[str, Rule] = {
@@ -94,20 +143,22 @@ CHAT: dict[str, Rule] = {
     "stream": _RECIPE,
     "tools": _RECIPE,
     "tool_choice": _CHOICE,
-    "response_format": _ADVISORY,
-    "thinking": _RECIPE,
+    "response_format": _FORMAT,
+    "thinking": _THINKING,
+    "thinking_token_budget": _BUDGET,
     "reasoning_effort": _RECIPE,
     "stop": _BOTH,
+    "include_stop_str_in_output": _STOP_IN_TEXT,
     "logprobs": _RECIPE,
     "top_logprobs": _BOTH,
     "max_tokens": _LIMIT,
     "max_completion_tokens": _OUR_LIMIT,
-    "stream_options": _OURS,
-    "chat_template_kwargs": _OURS,
+    "stream_options": _STREAM_OPTIONS,
+    "chat_template_kwargs": _TEMPLATE,
     "n": _N,
     "best_of": _BEST_OF,
-    "store": _refused("answers are not stored", False),
-    "parallel_tool_calls": _refused("the model decides how many calls it makes", True),
+    "store": _refused("chat answers are not stored; /v1/responses can be", False),
+    "parallel_tool_calls": _PARALLEL,
     "functions": _refused("use `tools`"),
     "function_call": _refused("use `tool_choice`", "none", "auto"),
     "audio": _refused("the model has no audio"),
@@ -116,8 +167,8 @@ CHAT: dict[str, Rule] = {
     "web_search_options": _refused("there is no web search"),
     "verbosity": _refused("ask for the length in the prompt", "medium"),
     "echo": _refused("only /v1/completions echoes", False),
-    "add_generation_prompt": _refused("it cannot be switched off", True),
-    "continue_final_message": _refused('put `"prefix": true` on the last message', False),
+    "add_generation_prompt": _PROMPT_END,
+    "continue_final_message": _CONTINUE,
     "include_reasoning": _refused("switch thinking off instead", True),
 }
 
@@ -129,20 +180,29 @@ RESPONSES: dict[str, Rule] = {
     "stream": _RECIPE,
     "tools": _RECIPE,
     "tool_choice": _CHOICE,
-    "reasoning": _RECIPE,
-    "text": _ADVISORY,
+    "reasoning": _REASONING,
+    "text": _FORMAT,
     "user": _RECIPE,
     "max_output_tokens": _LIMIT,
     "top_logprobs": _BOTH,
-    "previous_response_id": _refused("responses are not stored; send the whole conversation"),
-    "conversation": _refused("conversations are not stored; send the whole conversation"),
-    "store": _refused("responses are not stored; leave it out or send false", False),
+    "thinking_token_budget": _BUDGET,
+    "previous_response_id": _STORED,
+    "store": Rule(
+        How.OURS, why="default: true where the mesh has a kvstore; without one true is refused"
+    ),
+    "include": Rule(
+        How.OURS,
+        why="`message.output_text.logprobs` adds logprobs; `reasoning.encrypted_content` is "
+        "accepted, reasoning comes in the clear; others are refused",
+    ),
+    "conversation": _refused("there are no conversation objects; use `previous_response_id`"),
     "background": _refused("responses run in the foreground", False),
-    "include": _refused("nothing can be added", [], ["reasoning.encrypted_content"]),
+    "n": _ONE,
+    "include_stop_str_in_output": _refused("there are no stop strings here", False),
     "truncation": _refused("input is never cut", "disabled"),
     "prompt": _refused("there are no prompt templates"),
     "max_tool_calls": _refused("tools run at the client"),
-    "parallel_tool_calls": _refused("the model decides how many calls it makes", True),
+    "parallel_tool_calls": _PARALLEL,
     "stream_options": _refused("it has no use here", {}, {"include_obfuscation": False}),
     "context_management": _refused("input is never cut"),
     "verbosity": _refused("ask for the length in the prompt"),
@@ -156,12 +216,15 @@ MESSAGES: dict[str, Rule] = {
     "stream": _RECIPE,
     "tools": _RECIPE,
     "tool_choice": _CHOICE,
-    "thinking": _RECIPE,
-    "output_config": _RECIPE,
+    "thinking": _THINKING,
+    "thinking_token_budget": _BUDGET,
+    "output_config": _FORMAT,
     "stop_sequences": _BOTH,
+    "include_stop_str_in_output": _NO_STOP_IN_TEXT,
+    "n": _ONE,
     "max_tokens": _LIMIT,
     "cache_control": _HINT,  # every prefix is cached
-    "output_format": _MASKS,
+    "output_format": _GUIDED,
     "mcp_servers": _refused("tools run at the client", []),
     "container": _refused("there are no containers"),
     "context_management": _refused("input is never cut"),
@@ -174,16 +237,19 @@ COMPLETIONS: dict[str, Rule] = {
     "prompt": _OURS,
     "max_tokens": _OUR_LIMIT,
     "stream": _OURS,
-    "stream_options": _OURS,
+    "stream_options": _STREAM_OPTIONS,
     "stop": _OURS,
+    "include_stop_str_in_output": _STOP_IN_TEXT,
     "logprobs": _OURS,
-    "echo": _OURS,
+    "echo": Rule(
+        How.OURS, why="with `logprobs` those of the prompt, too; its first token has none"
+    ),
     "add_special_tokens": _OURS,
     "n": _N,
     "best_of": _BEST_OF,
     "suffix": _refused("the model cannot fill in the middle", ""),
-    "prompt_logprobs": _refused("logprobs of the prompt are not computed"),
-    "response_format": _refused("only chat knows formats", {"type": "text"}),
+    "prompt_logprobs": _refused("ask for `logprobs` with `echo`"),
+    "response_format": _GUIDED,
     "truncate_prompt_tokens": _refused("prompts are never cut"),
 }
 
@@ -195,9 +261,9 @@ TOKENIZE: dict[str, Rule] = {
     "thinking": _OURS,
     "add_special_tokens": _OURS,
     "return_token_strs": _OURS,
-    "chat_template_kwargs": _OURS,
-    "add_generation_prompt": _refused("it cannot be switched off", True),
-    "continue_final_message": _refused('put `"prefix": true` on the last message', False),
+    "chat_template_kwargs": _TEMPLATE,
+    "add_generation_prompt": _PROMPT_END,
+    "continue_final_message": _CONTINUE,
 }
 
 DETOKENIZE: dict[str, Rule] = {"model": _OURS, "tokens": _OURS}

@@ -1,25 +1,34 @@
 """One submitted request -> either an answer at once, or a generation ready for a scheduler."""
 
 import hashlib
+import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
+
+import msgspec
 
 from deepmesh.config import Config
 from deepmesh.vocabulary import vocabulary_digest
-from deepmesh.wire.messages import ErrorCode, Ids, SamplingParams, Submit
+from deepmesh.wire.messages import ErrorCode, Grammar, SamplingParams, Submit
 from deepmesh.wire.packed import pack_ids
-from services.tokenizer import answers
+from services.tokenizer import answers, stored
 from services.tokenizer.answers import Answer
+from services.tokenizer.choices import Choice, Lane, Merge
 from services.tokenizer.completions import CompletionStream, read_completion
+from services.tokenizer.events import RecipeStream, Stored
+from services.tokenizer.generation import Generation, Thinking
+from services.tokenizer.grammar import starts_after
 from services.tokenizer.length import Room
-from services.tokenizer.model import load_model
+from services.tokenizer.model import THINK, THINK_END, load_model
 from services.tokenizer.normalize import Limits, normalise
-from services.tokenizer.reading import Json, parse_object
+from services.tokenizer.reading import Json, as_text, boolean, parse_object, stop_strings
 from services.tokenizer.recipe import Recipe, deepseek_sampling
 from services.tokenizer.refusal import Refusal
 from services.tokenizer.sampling import Settings
+from services.tokenizer.stop_text import StopText
+from services.tokenizer.store_orders import Wanted
 from services.tokenizer.text_stream import TextStream
 
 PROMPT_FIELD = {
@@ -28,24 +37,6 @@ PROMPT_FIELD = {
     "messages": "messages",
     "completions": "prompt",
 }
-
-
-@dataclass(frozen=True)
-class Generation:
-    """All that a scheduler needs, and the text state that its tokens go through."""
-
-    prompt_ids: Ids
-    prompt_len: int
-    sampling: SamplingParams
-    seed: int
-    stop_ids: Ids
-    max_tokens: int
-    min_tokens: int
-    n_logprobs: int
-    salt: bytes
-    stream: bool
-    text: TextStream
-    field_names: dict[str, str]  # of what a scheduler may find at fault, in the caller's protocol
 
 
 class Preparer:
@@ -66,24 +57,32 @@ class Preparer:
             max_stops=self._settings.max_stops,
             default_thinking=self._settings.default_thinking,
         )
+        self._has_store = config.kvstore.count > 0
         self._now_s = now_s
         self._started_s = now_s()
         longest = config.scheduler.max_model_len or self._model.max_positions
         self.context = min(longest, self._model.max_positions)
 
-    def prepare(self, submit: Submit, context: int) -> Generation | Answer:
+    def prepare(
+        self, submit: Submit, context: int, record: bytes | None = None
+    ) -> Generation | Answer | Wanted:
         """Check, convert and encode.
 
         Args:
             context: tokens that prompt and output may have together, at present.
+            record: of the response that is asked for; None: not looked up, empty: not there.
         Raises:
             Refusal: the request is at fault.
         """
         if submit.protocol == "models":
             return answers.list_models(submit.body, self._models, context, self._started_s)
+        if submit.protocol in stored.QUESTIONS:
+            return stored.answer(submit.protocol, submit.body, record if self._has_store else b"")
         body = parse_object(submit.body)
         match submit.protocol:
-            case "chat" | "responses" | "messages":
+            case "responses":
+                return self._response(submit, body, context, record)
+            case "chat" | "messages":
                 return self._recipe_generation(submit, body, context)
             case "completions":
                 return self._completion(submit, body, context)
@@ -96,32 +95,111 @@ class Preparer:
             case _:
                 raise Refusal(f"Unknown protocol {submit.protocol!r}.", code=ErrorCode.INTERNAL)
 
-    def _recipe_generation(self, submit: Submit, body: Json, context: int) -> Generation:
+    def _response(
+        self, submit: Submit, body: Json, context: int, record: bytes | None
+    ) -> Generation | Wanted:
+        """A response, perhaps one that continues another one, perhaps one that is kept."""
+        keeps = boolean(body, "store", self._has_store)
+        previous = as_text(body.get("previous_response_id") or "", "previous_response_id")
+        for name, wish in (("store", keeps), ("previous_response_id", previous)):
+            if wish and not self._has_store:
+                raise Refusal(f"`{name}`: this mesh has no kvstore to keep responses in.", name)
+        history: list[object] = []
+        if previous:
+            found = stored.find(previous, record, "previous_response_id")
+            if isinstance(found, Wanted):
+                return found
+            if found.response["status"] == stored.RUNNING:
+                raise Refusal("`previous_response_id`: it still runs.", "previous_response_id")
+            history = found.history
+        items = [*history, *stored.input_items(body.get("input"))]
+        if history and body.get("input") is not None:
+            body = {**body, "input": items}
+        keep = Stored(keeps, previous, items)
+        try:
+            return self._recipe_generation(submit, body, context, keep)
+        except Refusal as refusal:
+            refusal.param = _own_item(refusal.param, len(history))
+            raise
+
+    def _recipe_generation(
+        self, submit: Submit, body: Json, context: int, keep: Stored | None = None
+    ) -> Generation:
         normal = normalise(submit.protocol, body, self._limits)
-        conversation = self._recipe.convert(submit.protocol, normal.body, self._room(context))
+        conversation = self._recipe.convert(
+            submit.protocol, normal.body, self._room(context), prefill=normal.prefill
+        )
         settings = normal.settings
         if self._settings.thinking_sampling == "deepseek":
             settings = settings._replace(sampling=deepseek_sampling(conversation, settings))
-        text = self._recipe.stream(
-            conversation,
-            normal,
-            submit.rid,
-            submit.created_s or self._now_s(),
-            silent_ids=self._silent_ids(settings),
-            now_s=self._now_s,
+        thinking = self._thinking(settings) if normal.thinking else None
+        stops = stop_strings(normal.given, "stop", self._limits.max_stops)
+
+        def text_of(choice: int | None) -> RecipeStream:
+            return self._recipe.stream(
+                conversation,
+                normal,
+                submit.rid,
+                submit.created_s or self._now_s(),
+                silent_ids=self._silent_ids(settings),
+                now_s=self._now_s,
+                choice=choice,
+                stop_text=StopText(stops, self._model.vocabulary)
+                if settings.stop_in_text
+                else None,
+                stored=keep,
+            )
+
+        generation = self._generation(
+            submit,
+            [conversation.prompt_ids],
+            settings,
+            text_of,
+            context,
+            stream=normal.stream,
+            thinking=thinking,
         )
-        return self._generation(
-            submit, conversation.prompt_ids, settings, text, context, stream=normal.stream
-        )
+        if keep is not None and keep.keeps:
+            generation = replace(generation, record=keep, model=normal.model)
+        if normal.grammar is None:
+            return generation
+        marks = (self._model.vocabulary.special_id(mark) for mark in (THINK, THINK_END))
+        grammar = starts_after(normal.grammar, conversation.prompt_ids, *marks)
+        return _constrained(generation, grammar)
 
     def _completion(self, submit: Submit, body: Json, context: int) -> Generation:
         request = read_completion(body, self._limits, self._model, self._room(context))
         created_s = submit.created_s or self._now_s()
         silent = self._silent_ids(request.settings)
-        text = CompletionStream(request, self._model.vocabulary, submit.rid, created_s, silent)
-        return self._generation(
-            submit, request.prompt_ids, request.settings, text, context, stream=request.stream
+
+        def text_of(choice: int | None) -> CompletionStream:
+            vocabulary = self._model.vocabulary
+            return CompletionStream(
+                request, vocabulary, submit.rid, created_s, silent, index=choice or 0
+            )
+
+        generation = self._generation(
+            submit, request.prompts, request.settings, text_of, context, stream=request.stream
         )
+        return _constrained(generation, request.grammar)
+
+    def _thinking(self, settings: Settings) -> Thinking | None:
+        """A budget that the whole answer cannot exceed needs no stage of its own."""
+        budget, limit = settings.think_budget, settings.max_tokens
+        if budget is None or (limit is not None and budget >= limit):
+            return None
+        end_id = self._model.vocabulary.special_id(THINK_END)
+        stops = {end_id, *self._model.eos_ids, *settings.stop_token_ids}
+        return Thinking(budget, end_id, pack_ids(sorted(stops)))
+
+    def _without(self, settings: Settings) -> SamplingParams:
+        """Bad words as the ids that would spell them, at the beginning of a word and within one."""
+        if not settings.bad_words:
+            return settings.sampling
+        encode = self._model.tokenizer.encode
+        spelled = [encode(text) for word in settings.bad_words for text in (word, f" {word}")]
+        ids = dict.fromkeys(pack_ids(found) for found in spelled)
+        return msgspec.structs.replace(settings.sampling, bad_words=list(ids))
 
     def _room(self, context: int) -> Room:
         return Room(context, self.max_token_bytes)
@@ -132,13 +210,43 @@ class Preparer:
     def _generation(
         self,
         submit: Submit,
-        prompt_ids: list[int],
+        prompts: list[list[int]],
         settings: Settings,
-        text: TextStream,
+        text_of: Callable[[int | None], Choice],
         context: int,
         *,
         stream: bool,
+        thinking: Thinking | None = None,
     ) -> Generation:
+        """One generation, or one for each choice of each prompt under one that merges them."""
+        count = len(prompts) * settings.n
+        if count == 1 and thinking is None:
+            alone = self._shared(submit, prompts[0], settings, context, text_of(None))
+            return replace(alone, stream=stream)
+        lanes = [Lane(text_of(index if count > 1 else None)) for index in range(count)]
+        merge = Merge(lanes, settings.n, stream=stream, usage=settings.usage_chunk)
+        shared = [self._shared(submit, ids, settings, context, merge) for ids in prompts]
+        choices = [
+            replace(
+                shared[index // settings.n],
+                text=lane,
+                sub_index=index % settings.n,
+                thinking=thinking,
+            )
+            for index, lane in enumerate(lanes)
+        ]
+        prompt_len = sum(map(len, prompts))
+        return replace(shared[0], prompt_len=prompt_len, stream=stream, choices=tuple(choices))
+
+    def _shared(
+        self,
+        submit: Submit,
+        prompt_ids: list[int],
+        settings: Settings,
+        context: int,
+        text: TextStream,
+    ) -> Generation:
+        """What all choices of a prompt have in common."""
         room = context - len(prompt_ids)
         if room < 1:
             raise Refusal(
@@ -158,20 +266,36 @@ class Preparer:
         return Generation(
             prompt_ids=pack_ids(prompt_ids),
             prompt_len=len(prompt_ids),
-            sampling=settings.sampling,
+            sampling=self._without(settings),
             seed=submit.seed if settings.seed is None else settings.seed,
             stop_ids=pack_ids(sorted({*ends, *settings.stop_token_ids})),
             max_tokens=min(wish, room),
             min_tokens=settings.min_tokens,
             n_logprobs=settings.n_logprobs,
+            n_prompt_logprobs=settings.n_prompt_logprobs,
             salt=_salt(submit.tenant_salt, settings.cache_salt),
-            stream=stream,
+            stream=False,
             text=text,
+            stand_back=settings.stand_back,
             field_names={
                 "prompt": PROMPT_FIELD[submit.protocol],
                 "max_tokens": settings.max_tokens_name,
             },
         )
+
+
+def _constrained(generation: Generation, grammar: Grammar | None) -> Generation:
+    """The same with all its choices kept to a grammar."""
+    choices = tuple(replace(choice, grammar=grammar) for choice in generation.choices)
+    return replace(generation, grammar=grammar, choices=choices)
+
+
+def _own_item(param: str, num_before: int) -> str:
+    """Where the client finds the item at fault: in its own input, not in that of earlier ones."""
+    found = re.match(r"input\[(\d+)\]", param)
+    if found is None or int(found[1]) < num_before:
+        return param
+    return f"input[{int(found[1]) - num_before}]{param[found.end() :]}"
 
 
 def _salt(tenant: bytes, request: bytes) -> bytes:

@@ -13,12 +13,13 @@ import deepseek_recipe as dr
 import msgspec
 
 from deepmesh.wire.messages import ErrorCode, SamplingParams
-from services.tokenizer.events import Frame, RecipeStream
+from services.tokenizer.events import Frame, RecipeStream, Stored
 from services.tokenizer.length import Room
 from services.tokenizer.normalize import Normal
 from services.tokenizer.reading import Json, is_array
 from services.tokenizer.refusal import Refusal
 from services.tokenizer.sampling import MAX_TOKENS_BOUND, Settings
+from services.tokenizer.stop_text import StopText
 
 Request = dr.ChatCompletionRequest | dr.ResponsesRequest | dr.MessagesRequest
 
@@ -55,11 +56,14 @@ class Recipe:
             non_thinking_max_tokens_upper_bound=MAX_TOKENS_BOUND,
         ).with_model_versions_by_name(dict.fromkeys(models, dr.ModelVersion.DeepseekV41Flash))
 
-    def convert(self, protocol: str, body: Json, room: Room | None = None) -> Conversation:
+    def convert(
+        self, protocol: str, body: Json, room: Room | None = None, *, prefill: str = ""
+    ) -> Conversation:
         """Convert and encode a normalised body.
 
         Args:
             room: what cannot fit into it is refused unencoded.
+            prefill: text with which the answer begins; the prompt ends in it.
         Raises:
             Refusal: the recipe refuses it; names the field where the recipe's text allows.
         """
@@ -75,11 +79,14 @@ class Recipe:
             raise _converted_refusal(protocol, error) from error
         except ValueError as error:
             raise Refusal(_clean(str(error)), _blame(protocol, body)) from error
+        talk = conversation.conversation
+        if prefill:
+            talk = _continued(talk, prefill)
         try:
             if room is not None and room.may_exceed(len(raw)):
-                text = self._encoding.render_conversation(conversation.conversation).prompt
+                text = self._encoding.render_conversation(talk).prompt
                 room.check(text, _MAIN_FIELDS.get(protocol, "messages"))
-            ids = self._encoding.encode(conversation.conversation)
+            ids = self._encoding.encode(talk)
         except RuntimeError as error:  # a special token is missing in tokenizer.json
             raise Refusal(str(error), code=ErrorCode.INTERNAL) from error
         return Conversation(protocol, conversation, ids, echo, tool_map)
@@ -93,18 +100,24 @@ class Recipe:
         *,
         silent_ids: frozenset[int],
         now_s: Callable[[], int],
+        choice: int | None = None,
+        stop_text: StopText | None = None,
+        stored: Stored | None = None,
     ) -> RecipeStream:
-        """The text state of a converted request."""
+        """The text state of a converted request; of one of its choices, if that has a number."""
         protocol, request, settings = conversation.protocol, conversation.request, normal.settings
         frame = Frame(
             protocol=protocol,
-            id=_ID_PREFIXES[protocol] + rid.hex(),
+            id=response_id(protocol, rid),
             model=normal.model,
             created_s=created_s,
             stream=normal.stream,
             usage_chunk=settings.usage_chunk,
             usage_each=settings.usage_each,
             metadata=normal.metadata,
+            choice=choice or 0,
+            is_part=choice is not None,
+            stored=stored,
         )
         match protocol:
             case "chat":
@@ -126,7 +139,24 @@ class Recipe:
             silent_ids=silent_ids,
             logprobs=settings.n_logprobs >= 0,
             now_s=now_s,
+            stop_text=stop_text,
         )
+
+
+def response_id(protocol: str, rid: bytes) -> str:
+    """The name of an answer, which tells its protocol and holds its request's id."""
+    return _ID_PREFIXES[protocol] + rid.hex()
+
+
+def _continued(talk: dr.Conversation, prefill: str) -> dr.Conversation:
+    """The same conversation with the beginning of an answer behind it."""
+    return dr.Conversation(
+        [*talk.messages, dr.AssistantMessage(prefill, prefix=True)],
+        thinking_mode=talk.thinking_mode,
+        tools=talk.tools,
+        tool_choice=talk.tool_choice,
+        reasoning_effort=talk.reasoning_effort,
+    )
 
 
 def deepseek_sampling(conversation: Conversation, settings: Settings) -> SamplingParams:

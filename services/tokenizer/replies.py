@@ -99,7 +99,7 @@ class Replies:
             self._book.fail(request, ErrorCode.INTERNAL, detail, clock)
             return
         self._book.send_events(request, events)
-        request.acks.append((request.next_event, request.position))
+        request.note_position()
         self._upstream.ack(request)
         self._look_for_end(request, stamps, clock)
 
@@ -153,8 +153,11 @@ class Replies:
     def _finish(self, request: Request, message: Finished, sender: str, clock: Clock) -> None:
         self._upstream.done(request, sender, message.final_pos)
         if message.reason is FinishReason.ABORT:
-            detail = "the engine aborted this request"
-            self._book.fail(request, ErrorCode.ENGINE_ERROR, detail, clock)
+            code, detail = ErrorCode.ENGINE_ERROR, "the engine aborted this request"
+            whole = request.reader.generation
+            if whole is not None and whole.record is not None:  # clients name it to cancel it
+                code, detail = ErrorCode.CANCELLED, "the response was cancelled"
+            self._book.fail(request, code, detail, clock)
         else:
             request.cached_tokens = max(request.cached_tokens, message.cached_tokens)
             self._book.complete(request, message.reason, clock)

@@ -4,17 +4,21 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+import numpy as np
+
 from deepmesh.wire.messages import (
     Delta,
     Finished,
     FinishReason,
     Generate,
+    Ids,
     ResponseFailed,
     ResponseFinished,
     Rid,
     Submit,
 )
-from services.tokenizer.prepare import Generation
+from services.tokenizer.choices import Lane, Merge
+from services.tokenizer.generation import Generation
 
 End = ResponseFinished | ResponseFailed
 
@@ -33,6 +37,7 @@ class Phase(Enum):
     ROUTED = auto()  # Generate is out to the router; no scheduler has answered yet
     SENT = auto()  # Generate is out to a scheduler
     RUNNING = auto()  # Accepted, or tokens have come
+    SPLIT = auto()  # its parts run
     ENDED = auto()  # the end has been sent to the gateway
 
 
@@ -81,6 +86,12 @@ class Request:
     end: End | None = None
     ended_at: float = 0.0
 
+    # several choices, or stages of one: parts that run for a request without being one
+    whole: "Request | None" = None  # of a part: the request that it belongs to
+    parts: list["Request"] = field(default_factory=list["Request"])
+    part_index: int = 0
+    is_thinking: bool = False  # a part that ends with its thinking; another one goes on
+
     # traces
     first_token_ns: int = 0
     busy_ns: int = 0
@@ -100,6 +111,56 @@ class Request:
         """Whether the answer goes out as events."""
         return self.generation is not None and self.generation.stream
 
+    @property
+    def reader(self) -> "Request":
+        """The request whose client reads its events."""
+        return self.whole or self
+
+    @property
+    def lane(self) -> Lane:
+        """Where a part's events wait for their turn."""
+        assert self.generation is not None
+        assert isinstance(self.generation.text, Lane)
+        return self.generation.text
+
+    @property
+    def merge(self) -> Merge:
+        """What puts the events of all parts in order."""
+        assert self.generation is not None
+        assert isinstance(self.generation.text, Merge)
+        return self.generation.text
+
+    @property
+    def stop_ids(self) -> Ids:
+        """Ids that end it."""
+        assert self.generation is not None
+        thinking = self.generation.thinking if self.is_thinking else None
+        return self.generation.stop_ids if thinking is None else thinking.stop_ids
+
+    @property
+    def stops(self) -> list[int]:
+        """Ids that end it, one by one."""
+        return np.frombuffer(self.stop_ids, "<i4").tolist()
+
+    @property
+    def last_id(self) -> int:
+        """Of its output; -1 before the first."""
+        return int.from_bytes(self.output[-4:], "little", signed=True) if self.output else -1
+
+    @property
+    def max_tokens(self) -> int:
+        """Output tokens at which it ends."""
+        assert self.generation is not None
+        most = self.generation.max_tokens
+        thinking = self.generation.thinking if self.is_thinking else None
+        return most if thinking is None else min(most, thinking.budget)
+
+    @property
+    def min_tokens(self) -> int:
+        """Output tokens before which no stop id comes."""
+        assert self.generation is not None
+        return min(self.generation.min_tokens, self.max_tokens)
+
     def generate(self, me: str, vocabulary: str) -> Generate:
         """The message that starts it, or that continues it from the tokens known so far."""
         generation = self.generation
@@ -113,15 +174,19 @@ class Request:
             confirmed_ids=bytes(self.output),
             sampling=generation.sampling,
             seed=generation.seed,
-            stop_ids=generation.stop_ids,
-            max_tokens=generation.max_tokens,
-            min_tokens=generation.min_tokens,
+            sub_index=generation.sub_index,
+            stop_ids=self.stop_ids,
+            max_tokens=self.max_tokens,
+            min_tokens=self.min_tokens,
             n_logprobs=generation.n_logprobs,
             salt=generation.salt,
-            priority=self.submit.priority,
+            grammar=None if self.is_thinking else generation.grammar,
+            priority=self.submit.priority - generation.stand_back,
             deadline_ns=self.submit.deadline_ns,
             traceparent=self.submit.traceparent,
             vocabulary=vocabulary,
+            n_prompt_logprobs=generation.n_prompt_logprobs,
+            tenant=self.submit.tenant_salt,
         )
 
     def add_events(self, events: list[bytes], flags: int = 0) -> Delta | None:
@@ -146,9 +211,16 @@ class Request:
             self.events.popleft()
             self.first_kept += 1
 
+    def note_position(self) -> None:
+        """The output so far becomes acknowledged once the client has taken its events."""
+        reader = self.reader
+        waiting = len(self.lane.rounds) if self.whole is not None and reader.is_stream else 0
+        self.acks.append((reader.next_event + waiting, self.position))
+
     def newly_acked(self) -> int | None:
         """Output position to acknowledge upstream now, if it has moved."""
-        taken = self.credited + SLACK_EVENTS if self.is_stream else self.next_event
+        reader = self.reader
+        taken = reader.credited + SLACK_EVENTS if reader.is_stream else reader.next_event
         while self.acks and self.acks[0][0] <= taken:
             self.read = self.acks.popleft()[1]
         if self.read - self.acked < ACK_TOKENS:

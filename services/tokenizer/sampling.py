@@ -2,21 +2,27 @@
 
 from typing import NamedTuple
 
-from deepmesh.wire.messages import SamplingParams
+from deepmesh.wire.messages import Ids, SamplingParams
+from deepmesh.wire.packed import pack_ids
 from services.tokenizer.reading import (
     Json,
+    as_list,
     as_object,
     as_text,
     boolean,
     integer,
     kind_of,
     number,
+    stop_strings,
     token_ids,
 )
 from services.tokenizer.refusal import Refusal
 
 MAX_TOKENS_BOUND = 393_216  # of deepseek-recipe; more is a mistake, not a wish
 MAX_LOGPROBS = 20
+MAX_BAD_WORDS = 64
+MAX_CHOICES = 128  # of one request: prompts times `n`
+MAX_STAND_BACK = 1 << 20
 MAX_SEED = 2**63 - 1
 
 _LIMIT_NAMES = {
@@ -38,9 +44,15 @@ class Settings(NamedTuple):
     min_tokens: int
     stop_token_ids: list[int]
     n_logprobs: int
+    n_prompt_logprobs: int  # as n_logprobs, of a prompt that is echoed
     cache_salt: bytes
     usage_chunk: bool  # a last chunk with usage and no choices
     usage_each: bool  # usage so far on every chunk
+    n: int  # choices for each prompt
+    stop_in_text: bool  # the stop string that ended the answer stays
+    think_budget: int | None  # tokens of thinking
+    stand_back: int  # how many levels below its key's priority
+    bad_words: list[str]
 
 
 def read_settings(protocol: str, body: Json, vocab_size: int, *, stream: bool) -> Settings:
@@ -64,10 +76,28 @@ def read_settings(protocol: str, body: Json, vocab_size: int, *, stream: bool) -
         min_tokens=min_tokens,
         stop_token_ids=_stop_token_ids(body, vocab_size),
         n_logprobs=_n_logprobs(protocol, body),
+        n_prompt_logprobs=_n_logprobs(protocol, body) if boolean(body, "echo") else -1,
         cache_salt=as_text(salt, "cache_salt").encode() if salt is not None else b"",
         usage_chunk=usage_chunk,
         usage_each=usage_each,
+        n=integer(body, "n", 1, MAX_CHOICES) or 1,
+        stop_in_text=boolean(body, "include_stop_str_in_output"),
+        think_budget=_think_budget(body),
+        stand_back=integer(body, "priority", 0, MAX_STAND_BACK) or 0,
+        bad_words=stop_strings(body, "bad_words", MAX_BAD_WORDS),
     )
+
+
+def _think_budget(body: Json) -> int | None:
+    """Anthropic's spelling lies inside `thinking`, vLLM's beside it."""
+    thinking = as_object(body.get("thinking") or {}, "thinking")
+    named = integer(
+        {"thinking.budget_tokens": thinking.get("budget_tokens")},
+        "thinking.budget_tokens",
+        1,
+        MAX_TOKENS_BOUND,
+    )
+    return named or integer(body, "thinking_token_budget", 1, MAX_TOKENS_BOUND)
 
 
 def _sampling(body: Json, vocab_size: int) -> SamplingParams:
@@ -84,7 +114,20 @@ def _sampling(body: Json, vocab_size: int) -> SamplingParams:
         repetition_penalty=1.0 if repetition is None else repetition,
         logit_bias=_logit_bias(body, vocab_size),
         ignore_eos=boolean(body, "ignore_eos"),
+        allowed_token_ids=_allowed(body, vocab_size),
     )
+
+
+def _allowed(body: Json, vocab_size: int) -> Ids:
+    value = body.get("allowed_token_ids")
+    if value is None:
+        return b""
+    ids = token_ids(value, "allowed_token_ids", vocab_size)
+    if not ids:
+        raise Refusal(
+            "`allowed_token_ids` is empty: nothing could be sampled.", "allowed_token_ids"
+        )
+    return pack_ids(sorted(set(ids)))
 
 
 def _max_tokens(protocol: str, body: Json) -> tuple[int | None, str]:
@@ -101,7 +144,8 @@ def _n_logprobs(protocol: str, body: Json) -> int:
         return -1 if most is None else most
     best = integer(body, "top_logprobs", 0, MAX_LOGPROBS)
     if protocol == "responses":
-        return best or -1
+        is_included = _includes_logprobs(body)
+        return best or (0 if is_included else -1)
     if protocol != "chat":
         return -1
     if not boolean(body, "logprobs"):
@@ -109,6 +153,16 @@ def _n_logprobs(protocol: str, body: Json) -> int:
             raise Refusal("`top_logprobs` needs `logprobs`: true.", "top_logprobs")
         return -1
     return best or 0
+
+
+def _includes_logprobs(body: Json) -> bool:
+    """Responses ask for more by the names of parts of the answer."""
+    names = as_list(body.get("include") or [], "include")
+    for index, name in enumerate(names):
+        if name not in ("message.output_text.logprobs", "reasoning.encrypted_content"):
+            param = f"include[{index}]"
+            raise Refusal(f"`{param}` {name!r} cannot be added to a response.", param)
+    return "message.output_text.logprobs" in names
 
 
 def _logit_bias(body: Json, vocab_size: int) -> list[tuple[int, float]]:
@@ -140,13 +194,5 @@ def _usage_wishes(body: Json, *, stream: bool) -> tuple[bool, bool]:
     options = as_object(value, "stream_options")
     if not stream:
         raise Refusal("`stream_options` needs `stream`: true.", "stream_options")
-    for key in options:
-        if key not in ("include_usage", "continuous_usage_stats", "include_obfuscation"):
-            raise Refusal(f"`stream_options.{key}` is not known.", f"stream_options.{key}")
-    if boolean(options, "include_obfuscation"):
-        raise Refusal(
-            "`stream_options.include_obfuscation`: chunks are not padded.",
-            "stream_options.include_obfuscation",
-        )
     chunk = boolean(options, "include_usage")
     return chunk, chunk and boolean(options, "continuous_usage_stats")

@@ -6,21 +6,34 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from deepmesh import log
+from deepmesh.checksum import crc32
 from deepmesh.config import Config
 from deepmesh.health import Readiness
 from deepmesh.telemetry import Tracer
 from deepmesh.wire.inbox import AsyncInbox, Endpoint
 from deepmesh.wire.link import Identity, LinkEvent, Mail, PeerDown, PeerUp
-from deepmesh.wire.messages import Drain, ErrorCode, ServiceStats, Shutdown, Submit
+from deepmesh.wire.messages import (
+    Drain,
+    ErrorCode,
+    FlushCache,
+    Record,
+    ServiceStats,
+    SetLogLevel,
+    Shutdown,
+    Submit,
+)
 from deepmesh.wire.sockets import Dialer, Listener
-from services.tokenizer.actions import Action, Prepare, ToGateway, ToScheduler, Trace
+from services.tokenizer.actions import Action, Prepare, ToGateway, ToScheduler, ToStore, Trace
 from services.tokenizer.answers import Answer
 from services.tokenizer.book import Clock
 from services.tokenizer.core import Core
+from services.tokenizer.generation import Generation
 from services.tokenizer.panics import panics_as_errors
-from services.tokenizer.prepare import Generation, Preparer
+from services.tokenizer.prepare import Preparer
 from services.tokenizer.refusal import Refusal
 from services.tokenizer.spans import Stamps
+from services.tokenizer.store_orders import Wanted
 
 TICK_S = 0.25
 INLINE_BYTES = 32 << 10  # longer bodies are encoded in a thread (4.5k tokens take 5 ms)
@@ -28,6 +41,8 @@ MAX_PREPARING_BYTES = 32 << 20  # of bodies in threads or waiting for one; sever
 DRAIN_S = 5.0  # after SIGTERM; the supervisor waits a little longer
 BUSY_RETRY_S = 2.0
 _log = logging.getLogger(__name__)
+
+Prepared = Generation | Answer | Wanted | Refusal
 
 
 class Service:
@@ -50,6 +65,12 @@ class Service:
             self._inbox.add(Dialer(address, me, config.links, self._stats))
         if config.router_address:
             self._inbox.add(Dialer(config.router_address, me, config.links, self._stats))
+        self._stores = [
+            Dialer(config.kvstore_address(index), me, config.links, self._stats)
+            for index in range(config.kvstore.count)
+        ]
+        for store in self._stores:
+            self._inbox.add(store)
         self._ready = Readiness(config.mesh.run_dir, me.name, lambda: self._core.stats().ready)
         self._stop: asyncio.Event | None = None
         self._drain_until = 0.0
@@ -115,6 +136,8 @@ class Service:
     def _on_event(self, endpoint: Endpoint, event: LinkEvent) -> None:
         if isinstance(endpoint, Dialer) and event.peer.service == "router":
             self._from_router(endpoint, event)
+        elif isinstance(endpoint, Dialer) and event.peer.service == "kvstore":
+            self._from_store(event)
         elif isinstance(endpoint, Dialer):
             self._from_scheduler(endpoint, event)
         else:
@@ -154,6 +177,17 @@ class Service:
                 stamps = Stamps(peer.name, event.sent_ns, event.received_ns)
                 self._core.router_mail(message, stamps, _clock())
 
+    def _from_store(self, event: LinkEvent) -> None:
+        match event:
+            case PeerUp(peer=peer):
+                _log.info("%s is up", peer.name)
+            case PeerDown(peer=peer, reason=reason):
+                _log.warning("%s is lost: %s", peer.name, reason)
+            case Mail(message=message):
+                if isinstance(message, Record) and message.detail:
+                    _log.warning("%s of %s: %s", message.status.name, message.id, message.detail)
+                self._core.store_mail(message, _clock())
+
     def _from_gateway(self, event: LinkEvent) -> None:
         match event:
             case PeerUp(peer=peer):
@@ -163,6 +197,11 @@ class Service:
                 self._core.gateway_down(peer.name, _clock())
             case Mail(message=Drain(deadline_s=within_s)):
                 self.stop(within_s)
+            case Mail(message=FlushCache() | SetLogLevel() as order):
+                if isinstance(order, SetLogLevel):
+                    log.set_level(order.level)
+                for dialer in self._dialers.values():
+                    dialer.send(order)  # gateways reach schedulers through tokenizers only
             case Mail(message=Shutdown()):
                 self._core.fail_all("the mesh is shutting down", _clock())
                 self.stop(0.0)
@@ -184,8 +223,11 @@ class Service:
             case ToScheduler(name=name, message=message):
                 if dialer := self._dialers.get(name):
                     dialer.send(message)  # False: PeerDown follows and settles it
-            case Prepare(submit=submit):
-                self._prepare(submit)
+            case ToStore(message=message):
+                store = self._stores[crc32(message.id.encode()) % len(self._stores)]
+                store.send(message)  # False: who waits for the answer is told in time
+            case Prepare(submit=submit, record=record):
+                self._prepare(submit, record)
             case Trace():
                 self._tracer.record(
                     action.name,
@@ -196,12 +238,12 @@ class Service:
                     error=action.error,
                 )
 
-    def _prepare(self, submit: Submit) -> None:
+    def _prepare(self, submit: Submit, record: bytes | None) -> None:
         """Long bodies in a thread: the library gives up the interpreter while it encodes."""
         context = self._core.context(self._preparer.context)
-        if len(submit.body) <= INLINE_BYTES:
+        if len(submit.body) + len(record or b"") <= INLINE_BYTES:
             began_ns = time.time_ns()
-            outcome = prepare(self._preparer, submit, context)
+            outcome = prepare(self._preparer, submit, context, record)
             self._core.prepared(submit.rid, outcome, began_ns, _clock())
             return
         began_ns = time.time_ns()
@@ -212,12 +254,10 @@ class Service:
             return
         self._preparing_bytes += len(submit.body)
         loop = asyncio.get_running_loop()
-        task = loop.run_in_executor(self._threads, prepare, self._preparer, submit, context)
+        task = loop.run_in_executor(self._threads, prepare, self._preparer, submit, context, record)
         task.add_done_callback(lambda done: self._prepared(submit, began_ns, done))
 
-    def _prepared(
-        self, submit: Submit, began_ns: int, done: "asyncio.Future[Generation | Answer | Refusal]"
-    ) -> None:
+    def _prepared(self, submit: Submit, began_ns: int, done: "asyncio.Future[Prepared]") -> None:
         self._preparing_bytes -= len(submit.body)
         if done.cancelled():
             return
@@ -232,11 +272,15 @@ class Service:
         return stats
 
 
-def prepare(preparer: Preparer, submit: Submit, context: int) -> Generation | Answer | Refusal:
+def prepare(
+    preparer: Preparer, submit: Submit, context: int, record: bytes | None = None
+) -> Prepared:
     """`Preparer.prepare` with its refusals as values."""
     try:
         with panics_as_errors():
-            return preparer.prepare(submit, context)
+            if record is None:
+                return preparer.prepare(submit, context)
+            return preparer.prepare(submit, context, record)
     except Refusal as refusal:
         return refusal
     except Exception as error:  # a bug fails this request alone: it would be sent here again

@@ -6,7 +6,7 @@ from deepmesh.telemetry import SPAN_DETOKENIZE, SPAN_FINISH, SPAN_HOP, SPAN_TOKE
 from deepmesh.wire.messages import ResponseFailed
 from services.tokenizer.actions import NOW, Trace, Value
 from services.tokenizer.answers import Answer
-from services.tokenizer.prepare import Generation
+from services.tokenizer.generation import Generation
 from services.tokenizer.refusal import Refusal
 from services.tokenizer.request import Request
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 import numpy as np
 
 from deepmesh.wire.messages import TokenRow
+from services.tokenizer.choices import Lane
+from services.tokenizer.completions import CompletionStream
 from services.tokenizer.panics import panics_as_errors
 from services.tokenizer.request import Request
 from services.tokenizer.text_stream import Token
@@ -13,6 +15,8 @@ from services.tokenizer.text_stream import Token
 
 def row_tokens(row: TokenRow, skip: int) -> list[Token]:
     """The tokens of a row but its first `skip`, with logprobs where they were asked for."""
+    if len(row.ids) == 4 and not row.logprobs and not skip:  # a step's one token of most streams
+        return [Token(int.from_bytes(row.ids, "little", signed=True))]
     ids: list[int] = np.frombuffer(row.ids, "<i4")[skip:].tolist()
     if not row.logprobs:
         return [Token(token) for token in ids]
@@ -43,6 +47,8 @@ def feed(
         if not request.has_started:
             request.has_started = True
             request.cached_tokens = max(request.cached_tokens, row.cached_tokens)
+            if row.prompt is not None and isinstance(generation.text, Lane | CompletionStream):
+                generation.text.take_prompt(row.prompt)
             events += generation.text.start(request.cached_tokens)
         for token in row_tokens(row, request.position - row.pos):
             events += generation.text.push(token)

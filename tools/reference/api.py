@@ -1,16 +1,29 @@
 """docs/api.md from services/tokenizer/fields.py."""
 
 import json
-from itertools import groupby
+from collections.abc import Iterator, Mapping
 
 from services.tokenizer.fields import PROTOCOLS, How, Rule
 from tools.reference.source import code, table
 
 _INTRO = """# API fields
 
-Every top-level field of every protocol, and what becomes of it. Nothing is silently ignored: a
-field that is not listed is refused with its name, and so is a refused one unless its value means
-nothing.
+Every field of every protocol, and what becomes of it. Nothing is silently ignored: a field that is
+not listed is refused with its name (HTTP 400), and so is a refused one unless its value means
+nothing. A null counts as absent. The normaliser reads the same table.
+
+- *honoured*: it does what its protocol says it does.
+- *no influence*: accepted, because it changes no answer.
+- *refused*: only the listed values are accepted.
+
+Other endpoints: `GET /v1/models`, `GET /v1/models/{id}`, `GET` and `DELETE /v1/responses/{id}`,
+`POST /v1/responses/{id}/cancel`, `GET /v1/responses/{id}/input_items` (`order`, `limit`, `after`),
+`GET /health`, `/ping`, `/ready`, `/version`, `/metrics`, `/load`; on the admin port
+`GET /admin/status`, `POST /admin/drain`, `/admin/resume`, `/admin/flush_cache`,
+`/admin/log_level` (`level`).
+
+Stored responses need a kvstore (`kvstore.count`) and last `tokenizer.response_ttl_s`; any tokenizer
+serves them, to the API key that made them. Images, audio and files are refused in messages.
 """
 _ROUTES = {
     "chat": "POST /v1/chat/completions",
@@ -21,7 +34,7 @@ _ROUTES = {
     "tokenize": "POST /tokenize",
     "detokenize": "POST /detokenize",
 }
-_GROUPS = {How.RECIPE: "used", How.OURS: "used", How.BOTH: "used"}
+_FATES = {How.HINT: "no influence", How.REFUSED: "refused"}
 
 
 def api_page() -> str:
@@ -33,34 +46,27 @@ def api_page() -> str:
         if same is not None and list(PROTOCOLS).index(same) < list(PROTOCOLS).index(name):
             lines += [f"As {_ROUTES[same]}."]
             continue
-        lines += _fields(rules)
+        rows = [
+            [code(path), _FATES.get(rule.how, "honoured"), _values(rule), rule.why]
+            for path, rule in sorted(_flat(rules), key=lambda item: _order(item[1]))
+        ]
+        lines += table(["field", "", "accepted values", "note"], rows)
     return "\n".join(lines) + "\n"
 
 
-def _fields(rules: dict[str, Rule]) -> list[str]:
-    ordered = sorted(rules.items(), key=lambda item: _order(item[1]))
-    lines: list[str] = []
-    for what, group in groupby(ordered, key=lambda item: _GROUPS.get(item[1].how, "")):
-        if what:
-            used = list(group)
-            lines += [f"Used: {', '.join(code(name) for name, _ in used)}.", ""]
-            notes = [f"- {code(name)}: {rule.why}." for name, rule in used if rule.why]
-            lines += [*notes, ""] if notes else []
-            continue
-        rows = [[code(name), _fate(rule), _values(rule), rule.why] for name, rule in group]
-        lines += table(["field", "", "accepted values", "why"], rows)
-    return lines
+def _flat(rules: Mapping[str, Rule], prefix: str = "") -> Iterator[tuple[str, Rule]]:
+    """Fields, and the keys inside of them, by path."""
+    for name, rule in rules.items():
+        yield prefix + name, rule
+        if rule.inside is not None:
+            yield from _flat(rule.inside, f"{prefix}{name}.")
 
 
 def _order(rule: Rule) -> int:
     return {How.HINT: 1, How.REFUSED: 2}.get(rule.how, 0)
 
 
-def _fate(rule: Rule) -> str:
-    return "no influence" if rule.how is How.HINT else "refused"
-
-
 def _values(rule: Rule) -> str:
-    if rule.how is How.HINT and not rule.neutral:
-        return "any"
+    if rule.how is not How.REFUSED and not rule.neutral:
+        return ""
     return ", ".join(code(json.dumps(value)) for value in (*rule.neutral, None))

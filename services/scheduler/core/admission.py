@@ -82,7 +82,7 @@ class Admission:
             if not is_loading and not self._residency.enter(request, rank, hit):
                 self.is_blocked = True
                 return
-            self._waiting.remove(request)
+            self._waiting.admit(request)
             self._expected |= self._absent(self._residency.expected[rank].keys())
             loads.enter(request, hit)
             if request.admitted_ns == 0:

@@ -11,6 +11,7 @@ from deepmesh.wire.messages import (
     Drain,
     Failed,
     Finished,
+    FlushCache,
     Generate,
     GpuDone,
     Hits,
@@ -44,6 +45,7 @@ Incoming = (
     | OpDone
     | Hits
     | Drain
+    | FlushCache
     | Pause
     | Resume
     | Shutdown

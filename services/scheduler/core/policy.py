@@ -83,6 +83,36 @@ def least_alone(geometry: Geometry, max_len: int) -> tuple[int, int, int]:
     return geometry.blocks_for(reach), window, 1
 
 
+OUTPUT_SHARE = 512  # output tokens that count in advance; how many come is not known
+
+
+class FairShare:
+    """Start-time fair queueing: tenants share what there is, however many requests each sends.
+
+    Every request gets a place on one line of virtual time when it arrives, counted in tokens:
+    behind all that its tenant asked for before, and never before what is being admitted now. So a
+    thousand requests of one tenant do not delay the first one of another, and who asked for
+    nothing saves nothing up. With one tenant the places are in the order of arrival.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0  # place of the latest admission
+        self._ends: dict[bytes, int] = {}  # of what each tenant has asked for; past ones are gone
+
+    def place(self, tenant: bytes, tokens: int) -> int:
+        """Where a new request stands that asks for so many tokens."""
+        start = max(self._now, self._ends.get(tenant, 0))
+        self._ends[tenant] = start + max(1, tokens)
+        return start
+
+    def admitted(self, place: int) -> None:
+        """A request enters; virtual time goes on to its place."""
+        if place <= self._now:
+            return
+        self._now = place
+        self._ends = {tenant: end for tenant, end in self._ends.items() if end > place}
+
+
 def choose_victims(
     candidates: Sequence[Request],
     gains: Sequence[int],

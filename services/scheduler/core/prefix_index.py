@@ -119,6 +119,12 @@ class PrefixIndex:
             self._evict(pool, block)
         return pool.num_free >= count
 
+    def flush(self) -> None:
+        """Forget what nobody holds."""
+        for pool in (self._global, self._window, self._state):
+            while (block := pool.oldest_evictable()) is not None:
+                self._evict(pool, block)
+
     def hash_of(self, block: int) -> bytes | None:
         """The chain hash under which a global block is published."""
         return self._hash_of.get(block)

@@ -42,6 +42,7 @@ class Request:
     ids: NDArray[np.int32]  # confirmed tokens when it is not resident
     reply_to: str
     attempt: int
+    share: int = -1  # place on its tenants' line, from when it was first queued
     slot: int = -1  # index into the table; -1: not resident
     epoch: int = 0
     root: bytes = b""  # root of its hash chain
@@ -76,9 +77,9 @@ class Request:
         return self.generate.prompt_len
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Oldest and most important first."""
-        return (-self.generate.priority, self.rid)
+    def order(self) -> tuple[int, int, int]:
+        """Most important first, then who has had least, then oldest."""
+        return (-self.generate.priority, self.share, self.rid)
 
 
 @dataclass(slots=True, eq=False)

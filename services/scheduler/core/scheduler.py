@@ -8,6 +8,7 @@ from deepmesh.wire.messages import (
     Capacity,
     Drain,
     ErrorCode,
+    FlushCache,
     Generate,
     GpuDone,
     Hits,
@@ -234,6 +235,9 @@ class Scheduler:
                     done=message.done,
                     total=message.total,
                 )
+            case FlushCache():
+                for memory in self.engine.residency.memories if self.engine is not None else ():
+                    memory.index.flush()
             case Drain():
                 self._drain(now + int(message.deadline_s * 1e9))
             case Pause():

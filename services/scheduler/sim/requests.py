@@ -23,6 +23,7 @@ class SimRequest:
     priority: int = 0
     salt: bytes = b""
     sub_index: int = 0
+    tenant: bytes = b""
     grammar: bool = False
     grammar_len: int = 0  # output tokens at which its grammar is complete; 0: never
     abort_ns: int = 0  # after its arrival; 0: never
@@ -52,6 +53,7 @@ class SimRequest:
             priority=self.priority,
             salt=self.salt,
             sub_index=self.sub_index,
+            tenant=self.tenant,
             grammar=rules.message() if (rules := self.rules) else None,
         )
 
