@@ -1,4 +1,4 @@
-"""`deepmesh bench NAME …`: the benchmarks of bench/, one file per question."""
+"""`deepmesh bench NAME …`: the benchmarks of bench/, one file (or folder) per question."""
 
 import importlib
 import sys
@@ -15,12 +15,26 @@ def bench(context: typer.Context, name: str) -> None:
     Raises:
         typer.Exit: no such benchmark, or what it exits with.
     """
-    names = sorted(p.stem for p in _FOLDER.glob("[a-z]*.py") if "def main(" in p.read_text())
-    if name not in names:
-        known = ", ".join(names) if names else "none: run it from a checkout of the project"
+    modules = benchmarks()
+    if name not in modules:
+        known = ", ".join(modules) if modules else "none: run it from a checkout of the project"
         print(f"no benchmark {name!r}; there are: {known}", file=sys.stderr)
         raise typer.Exit(2)
     sys.path.insert(0, str(_FOLDER.parent))
     sys.argv = [f"deepmesh bench {name}", *context.args]
-    module = importlib.import_module(f"bench.{name}")
+    module = importlib.import_module(modules[name])
     raise typer.Exit(module.main() or 0)
+
+
+def benchmarks() -> dict[str, str]:
+    """Modules with a command line of their own, by name."""
+    files = [*_FOLDER.glob("[a-z]*.py"), *_FOLDER.glob("*/__main__.py")]
+    found = {
+        file.parent.name if file.stem == "__main__" else file.stem: file
+        for file in files
+        if "def main(" in file.read_text()
+    }
+    return {
+        name: ".".join(found[name].relative_to(_FOLDER.parent).with_suffix("").parts)
+        for name in sorted(found)
+    }

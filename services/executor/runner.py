@@ -60,6 +60,11 @@ class ModelEngine:
         self._loaded: tuple[object, ...] = ()
         self._threads_set = False
 
+    @property
+    def model(self) -> Model:
+        """What is loaded; for benchmarks, which look at where its tokens go."""
+        return self._model
+
     def load(self, order: Load, on_progress: OnProgress) -> Capacity:
         """Load the weights unless they are there, and plan the pools."""
         path, wanted = Path(order.model), (order.model, order.rank, order.ranks, order.numerics)
