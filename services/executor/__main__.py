@@ -11,8 +11,10 @@ from pathlib import Path
 
 from deepmesh import log, telemetry
 from deepmesh.config import Config, ConfigError, load_config
+from deepmesh.telemetry import SPAN_GRAMMAR
 from deepmesh.wire.keys import load_keyring
 from services.executor.interface import Engine, Executor, OnProgress
+from services.executor.masks.grammar_masks import GrammarMasks
 from services.executor.service import ExecutorService
 from services.executor.stream import StreamExecutor
 
@@ -23,11 +25,12 @@ HUNG_STATUS = 70
 GRACE_S = 3.0  # the scheduler finds a dead peer within links.timeout_s, and says so in this time
 
 
-def make_engine(config: Config, index: int = 0) -> Engine:
+def make_engine(config: Config, index: int = 0, masks: GrammarMasks | None = None) -> Engine:
     """The engine that [executor] asks for; only the one with a model imports torch.
 
-    `index` is that of the scheduler whose EP group it belongs to.
-
+    Args:
+        index: of the scheduler whose EP group it belongs to.
+        masks: keep outputs to grammars; None: there are none.
     Raises:
         ConfigError: there is none for this device, or torch is not installed.
     """
@@ -45,7 +48,7 @@ def make_engine(config: Config, index: int = 0) -> Engine:
         raise ConfigError(
             f"executor.kind: 'model' needs {error.name}: pip install 'deepmesh[executor]'"
         ) from error
-    return ModelEngine(config, index)
+    return ModelEngine(config, index, masks)
 
 
 def main() -> int:
@@ -56,11 +59,18 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=0, help="in the scheduler's EP group")
     arguments = parser.parse_args()
     name = f"executor-{arguments.index}-{arguments.rank}"
+
+    def on_span(
+        parent: str, begin_ns: int, end_ns: int, about: dict[str, str | int | float | bool]
+    ) -> None:
+        tracer.record(SPAN_GRAMMAR, parent, begin_ns, end_ns, about)
+
     try:
         config = load_config(arguments.config)
         log.setup(name, config.mesh.log_level)
         load_keyring(config, "executor")
-        engine = make_engine(config, arguments.index)
+        masks = GrammarMasks(config, name, on_span) if config.executor.masks else None
+        engine = make_engine(config, arguments.index, masks)
     except ConfigError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2

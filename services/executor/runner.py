@@ -10,20 +10,24 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from deepmesh.config import Config
 from deepmesh.wire.messages import BlockOp, Capacity, Load, OpKind, Pool, SubmitStep
 from services.executor.batch import StepBatch
-from services.executor.capacity import fingerprint, plan_capacity
+from services.executor.capacity import fingerprint, plan_capacity, planned_slots
 from services.executor.device_clock import WorkerClock
 from services.executor.interface import LiveRows, OnProgress, Sampled
 from services.executor.kv_cache import KvCache, layout
 from services.executor.kv_copy import Bytes
-from services.executor.model_config import ModelConfig
+from services.executor.masks.grammar_masks import GrammarMasks
+from services.executor.masks.protocol import MaskState
+from services.executor.model_config import ModelConfig, load_config
 from services.executor.models.outputs import StepOutput
 from services.executor.parallel import NO_EPOCH, ExpertGroup
+from services.executor.prompt_logprobs import prompt_logprobs, wanted_logits
 from services.executor.rendezvous import make_rendezvous
-from services.executor.sampler import SampleRow, sample
+from services.executor.sampler import sample
 from services.executor.slots import SlotTable
 from services.executor.step_costs import measure_costs
 from services.executor.weights import load_model
@@ -52,9 +56,14 @@ class Model(Protocol):
 class ModelEngine:
     """Weights and KV tensors of one rank on the CPU."""
 
-    def __init__(self, config: Config, index: int = 0) -> None:
-        """`index` is that of the scheduler whose EP group this rank belongs to."""
+    def __init__(self, config: Config, index: int = 0, masks: GrammarMasks | None = None) -> None:
+        """
+        Args:
+            index: of the scheduler whose EP group this rank belongs to.
+            masks: keep outputs to grammars; None: there are none.
+        """
         self.clock = WorkerClock()
+        self._masks = masks
         self._config, self._index = config, index
         self._group: ExpertGroup | None = None  # None: this rank is all there is
         self._loaded: tuple[object, ...] = ()
@@ -70,6 +79,9 @@ class ModelEngine:
         path, wanted = Path(order.model), (order.model, order.rank, order.ranks, order.numerics)
         if self._loaded != wanted:
             self._loaded = ()
+            if self._masks is not None:  # its worker reads the vocabulary meanwhile
+                vocab_size, num_slots = load_config(path).vocab_size, planned_slots(self._config)
+                self._masks.start(path, vocab_size=vocab_size, num_slots=num_slots)
             self._group = self._make_group(order)
             self._model: Model = load_model(
                 path,
@@ -89,6 +101,8 @@ class ModelEngine:
                     self._model.config, self._model.forward, packed=self._packed
                 )
                 self._capacity = msgspec.structs.replace(self._capacity, costs=costs)
+            has_masks = self._masks is not None and self._masks.wait_ready()
+            self._capacity = msgspec.structs.replace(self._capacity, has_masks=has_masks)
             self._loaded = wanted
         return msgspec.structs.replace(
             self._capacity, engine_epoch=order.engine_epoch, rank=order.rank
@@ -161,23 +175,54 @@ class ModelEngine:
         if not len(live.rows):
             self._model.serve()
             return spread(None, live.rows, 0)
-        wanted = live.samples.astype(np.int64)
+        if self._masks is not None:
+            self._masks.begin(live, slots)
+        wanted = wanted_logits(live, slots)
         batch = StepBatch.of_slots(live, slots, wanted, self._model.config.context_ids)
-        output = self._model.forward(batch, self.cache)
+        logits = self._model.forward(batch, self.cache).logits
         asking = np.flatnonzero(live.samples)
+        prompt = prompt_logprobs(logits, wanted, live, slots)
         if not len(asking):
-            return spread(None, asking, len(live.rows))
-        drawn = sample(output.logits, [self._sample_row(live, slots, i) for i in asking.tolist()])
-        return spread(drawn, asking, len(live.rows))
+            return spread(None, asking, len(live.rows))._replace(prompt=prompt)
+        if len(logits) > len(asking):
+            logits = logits[torch.from_numpy(np.cumsum(wanted)[asking] - 1)]
+        return self._draw(logits, asking, live, slots)._replace(prompt=prompt)
 
-    def _sample_row(self, live: LiveRows, slots: SlotTable, i: int) -> SampleRow:
-        slot = int(live.slots[i])
-        init, stop_ids = slots.request(slot)
-        return SampleRow(init, stop_ids, slots.tokens[slot, : int(slots.total_len[slot])])
+    def _draw(
+        self, logits: Tensor, asking: NDArray[np.int64], live: LiveRows, slots: SlotTable
+    ) -> Sampled:
+        """A token for each of the rows `asking`; [asking, vocab_size] logits.
+
+        Rows whose mask is not there sample nothing, whatever it would have allowed.
+        """
+        masks = self._masks
+        if masks is None:
+            drawn = sample(logits, [slots.sample_row(s) for s in live.slots[asking].tolist()])
+            return spread(drawn, asking, len(live.rows))
+        states = masks.collect(live, slots)
+        may_draw = np.isin(states[asking], (MaskState.FREE, MaskState.MASK))
+        drawn = None
+        if may_draw.any():
+            if not may_draw.all():
+                logits = logits[torch.from_numpy(may_draw)]
+            drawn = sample(
+                logits,
+                [
+                    slots.sample_row(slot, masks.mask(slot) if state == MaskState.MASK else None)
+                    for slot, state in zip(
+                        live.slots[asking[may_draw]].tolist(),
+                        states[asking[may_draw]].tolist(),
+                        strict=True,
+                    )
+                ],
+            )
+        return masks.settle(live, slots, states, spread(drawn, asking[may_draw], len(live.rows)))
 
     def close(self) -> None:
         """A step that waits for other ranks ends now."""
         self.begin_epoch(NO_EPOCH)
+        if self._masks is not None:
+            self._masks.close()
 
 
 def spread(drawn: Sampled | None, asking: NDArray[np.int64], num_rows: int) -> Sampled:

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Iterator
 
+from msgspec.structs import replace
+
 from deepmesh.wire.messages import ErrorCode, Generate, SamplingParams
 
 MAX_LOGPROBS = 20
@@ -30,15 +32,20 @@ def check_values(message: Generate) -> None:
             raise Refusal(ErrorCode.INVALID, f"{param} must {must}", param)
 
 
-def check_grammar(message: Generate, *, has_masks: bool) -> None:
-    """A constraint needs executors that can keep an output to it.
+def check_grammar(message: Generate, *, has_masks: bool) -> Generate:
+    """The request as the executors can serve it: a constraint needs masks.
+
+    One of free text that may end in calls is a help, not a promise: it is left out without them.
 
     Raises:
-        Refusal: they cannot.
+        Refusal: they cannot keep an output to it.
     """
     if message.grammar is not None and not has_masks:
+        if message.grammar.kind == "tools":
+            return replace(message, grammar=None)
         detail = "the executors of this model cannot keep to a grammar: leave the grammar out"
         raise Refusal(ErrorCode.INVALID, detail, "grammar")
+    return message
 
 
 def check_tokens(message: Generate, vocabulary: str, replica: str) -> None:

@@ -270,7 +270,7 @@ class Intake:
             detail = f"token ids must lie in 0..{vocab_size - 1}"
             raise Refusal(ErrorCode.INVALID, detail, "prompt")
         check_vocabulary(message, request.stop_ids, vocab_size)
-        check_grammar(message, has_masks=self.has_masks)
+        request.generate = check_grammar(message, has_masks=self.has_masks)
         self._check_lengths(message.prompt_len, message.max_tokens, geometry)
         request.root = root_hash(message.salt, self.fingerprint)
         request.chain = []
