@@ -16,6 +16,7 @@ import msgspec
 from deepmesh.wire.messages import FinishReason
 from services.tokenizer.stop_text import StopText
 from services.tokenizer.text_stream import Token
+from services.tokenizer.text_template import TextTemplate
 
 Event = dict[str, Any]  # Any: the recipe's JSON, of which we touch a few known places
 Chunk = dr.ChatCompletionChunk | dr.ResponsesStreamEvent | dr.MessagesStreamEvent
@@ -79,6 +80,8 @@ class RecipeStream:
         self._prompt_tokens = prompt_tokens
         self._silent_ids = silent_ids  # end and stop ids: counted, never shown
         self._logprobs = logprobs
+        is_plain = stop_text is None and not logprobs and not frame.usage_each
+        self._template = TextTemplate() if is_plain else None  # None: events depend on more
         self._now_s = now_s
         self._answer: Answer | None = None
         self._completion_tokens = 0
@@ -136,7 +139,18 @@ class RecipeStream:
                 patch = self._responses_events
             case _:
                 patch = self._messages_events
-        return [event for chunk in chunks for event in patch(_decode(chunk.to_json()))]
+        events: list[bytes] = []
+        for chunk in chunks:
+            text = chunk.to_json()
+            event = self._template.event(text) if self._template is not None else None
+            if event is not None:
+                events.append(event)
+                continue
+            made = patch(_decode(text))
+            if self._template is not None and len(made) == 1:
+                self._template.learn(text, made[0])
+            events += made
+        return events
 
     # ------------------------------------------------------------ chat
 
