@@ -211,6 +211,9 @@ class Admission:
 
     def _limit(self, request: Request) -> int:
         """Where it may resume at most: a hit never covers the last token; where kernels differ
-        by class, what others computed as their prompt is not its output."""
+        by class, what others computed as their prompt is not its output; and what a cache has of
+        a prompt lacks its log-probabilities."""
+        if request.lacks_prompt_probs:
+            return 0
         last = len(request.ids) - 1
         return last if self._geometry.one_kernel_class else min(last, request.prompt_len)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from deepmesh.wire.messages import ErrorCode, Generate, SamplingParams
+from deepmesh.wire.packed import unpack_ids
 
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
@@ -68,11 +69,26 @@ def check_vocabulary(message: Generate, stop_ids: frozenset[int], vocab_size: in
     Raises:
         Refusal: with the field at fault.
     """
-    biased = (token for token, _ in message.sampling.logit_bias)
-    for param, ids in (("stop_token_ids", stop_ids), ("logit_bias", biased)):
+    sampling = message.sampling
+    allowed = unpack_ids(sampling.allowed_token_ids).tolist()
+    bad = [unpack_ids(word).tolist() for word in sampling.bad_words]
+    named = (
+        ("stop_token_ids", stop_ids),
+        ("logit_bias", [token for token, _ in sampling.logit_bias]),
+        ("allowed_token_ids", allowed),
+        ("bad_words", [token for word in bad for token in word]),
+    )
+    for param, ids in named:
         if any(not 0 <= token < vocab_size for token in ids):
             detail = f"{param}: token ids must lie in 0..{vocab_size - 1}"
             raise Refusal(ErrorCode.INVALID, detail, param)
+    if allowed:
+        banned = {word[0] for word in bad if len(word) == 1}
+        if message.min_tokens:
+            banned |= stop_ids
+        if banned.issuperset(allowed):
+            detail = "allowed_token_ids: bad_words and min_tokens leave no token to sample"
+            raise Refusal(ErrorCode.INVALID, detail, "allowed_token_ids")
 
 
 def _numbers(message: Generate) -> Iterator[tuple[str, bool, str]]:
@@ -82,6 +98,8 @@ def _numbers(message: Generate) -> Iterator[tuple[str, bool, str]]:
     yield "seed", 0 <= message.seed <= MAX_SEED, "lie in 0..2**63-1"
     has_logprobs = -1 <= message.n_logprobs <= MAX_LOGPROBS
     yield "top_logprobs", has_logprobs, f"lie in -1..{MAX_LOGPROBS}"
+    has_prompt_logprobs = -1 <= message.n_prompt_logprobs <= MAX_LOGPROBS
+    yield "prompt_logprobs", has_prompt_logprobs, f"lie in -1..{MAX_LOGPROBS}"
 
 
 def _sampling(sampling: SamplingParams) -> Iterator[tuple[str, bool, str]]:
@@ -95,5 +113,8 @@ def _sampling(sampling: SamplingParams) -> Iterator[tuple[str, bool, str]]:
     yield "frequency_penalty", math.isfinite(sampling.frequency_penalty), "be finite"
     repetition = sampling.repetition_penalty
     yield "repetition_penalty", math.isfinite(repetition) and repetition > 0, "be above 0"
+    lists = [sampling.allowed_token_ids, *sampling.bad_words]
+    yield "allowed_token_ids", len(lists[0]) % 4 == 0, "be whole int32s"
+    yield "bad_words", all(len(w) % 4 == 0 and w for w in lists[1:]), "hold whole int32s"
     is_finite = all(math.isfinite(amount) for _, amount in sampling.logit_bias)
     yield "logit_bias", is_finite, "hold finite numbers"

@@ -20,6 +20,7 @@ from .checks import Refusal, check_grammar, check_tokens, check_values, check_vo
 from .outbox import Outbox
 from .policy import Geometry, least_alone
 from .prefix_index import root_hash
+from .prompt_probs import PromptProbs
 from .registry import Registry
 from .request import Ended, Request
 from .waiting import WaitingQueue
@@ -253,6 +254,9 @@ class Intake:
             progress_ns=now,
             acked=len(ids) - message.prompt_len,
             logprobs_from=len(ids) - message.prompt_len,
+            prompt_probs=PromptProbs(message.prompt_len, message.n_prompt_logprobs)
+            if message.n_prompt_logprobs >= 0
+            else None,
         )
 
     def check_fit(self, request: Request) -> None:

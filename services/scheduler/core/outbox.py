@@ -21,6 +21,7 @@ class Outbox:
     def __init__(self, *, encodes_rows: bool = False) -> None:
         """`encodes_rows`: plain rows leave in the form of the wire; nobody can read them here."""
         self.actions: list[Action] = []
+        self.fingerprint = ""  # of the engine, once there is one
         self._rows: dict[str, list[TokenRow]] = {}
         self._encodes_rows = encodes_rows
         self._encoded: dict[str, tuple[int, bytes]] = {}  # number of rows, and they
@@ -91,6 +92,8 @@ class Outbox:
                     data[4 * (start - from_pos) : 4 * (stop - from_pos)],
                     *probs,
                     cached_tokens=max(0, request.cached_tokens) if start == 0 else 0,
+                    prompt=request.prompt_part(start),
+                    fingerprint=self.fingerprint if start == 0 else "",
                 )
             )
         self.send(request.reply_to, TokenBatch(0, now, rows))

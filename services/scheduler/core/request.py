@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deepmesh.wire.messages import Failed, Finished, FinishReason, Generate
+from deepmesh.wire.messages import Failed, Finished, FinishReason, Generate, PromptLogprobs
 
+from .prompt_probs import PromptProbs
 from .token_rows import RID_BYTES
 
 
@@ -70,11 +71,23 @@ class Request:
     top_ids: bytearray = field(default_factory=bytearray)
     top_logprobs: bytearray = field(default_factory=bytearray)
     logprobs_from: int = 0  # output index of the first logprob known
+    prompt_probs: PromptProbs | None = None  # None: not asked for
 
     @property
     def prompt_len(self) -> int:
         """P: prompt tokens of the user."""
         return self.generate.prompt_len
+
+    @property
+    def lacks_prompt_probs(self) -> bool:
+        """All of its prompt must be computed, whatever a cache has of it."""
+        return self.prompt_probs is not None and not self.prompt_probs.is_complete
+
+    def prompt_part(self, pos: int) -> PromptLogprobs | None:
+        """What goes with the output token `pos` of the prompt's log-probabilities."""
+        if pos or self.prompt_probs is None or not self.prompt_probs.is_complete:
+            return None
+        return self.prompt_probs.whole()
 
     @property
     def order(self) -> tuple[int, int, int]:

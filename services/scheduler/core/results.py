@@ -14,7 +14,7 @@ from deepmesh.wire.messages import (
 )
 from deepmesh.wire.packed import RESULT
 
-from .answers import Answers, join
+from .answers import Answers, ProtocolError, join
 from .group import Capture, Group, StepRecord, StepRows
 from .logprobs import LogProbs
 from .outbox import Outbox
@@ -63,6 +63,7 @@ class Results:
         rows, found = answers.rows, answers.found
         alive = self._table.gen[rows.index] == rows.gen
         self._check(answers, alive)
+        self._take_prompts(answers, alive)
         self._settle(rows, found, alive)
         self._group.waste.overrun_tokens += int(answers.counts[~alive].sum())
         self._group.waste.null_rows += int(
@@ -131,6 +132,22 @@ class Results:
             at = int(unknown.argmax())
             row = int(np.searchsorted(answers.offsets, at, side="right")) - 1
             raise answers.fault(row, f"sampled {int(tokens[at])}, outside the vocabulary")
+
+    def _take_prompts(self, answers: Answers, alive: NDArray[np.bool_]) -> None:
+        """Log-probabilities of prompts, of the requests that asked for them."""
+        for place, result in enumerate(answers.results):
+            if not result.prompt:
+                continue
+            start, end = answers.starts[place : place + 2].tolist()
+            for part in result.prompt:
+                row = start + part.row
+                if not start <= row < end:
+                    raise ProtocolError(result.rank, f"log-probabilities of a row {part.row}")
+                if not alive[row]:
+                    continue
+                probs = self._table.request_at(int(answers.rows.index[row])).prompt_probs
+                if probs is not None and not probs.add(part):
+                    raise answers.fault(row, "has log-probabilities that do not fit its prompt")
 
     def _settle(self, rows: StepRows, found: NDArray[np.void], alive: NDArray[np.bool_]) -> None:
         """Take back exactly what each row contributed, and move C to what is proven."""
@@ -213,7 +230,10 @@ class Results:
         reason, at = int(answers.found["done_reason"][row]), int(answers.offsets[row])
         tokens = answers.tokens[at : at + int(answers.counts[row])]
         if reason == DoneReason.ERROR:
-            detail = "the model's output for this request was not finite"
+            detail = (
+                "no token can be sampled: the model's output for this request was not finite, "
+                "or its parameters ban every token"
+            )
             self._failed.append((request, ErrorCode.ENGINE_ERROR, detail))
             return
         if answers.rows.is_prefill[row]:
@@ -292,6 +312,8 @@ class Results:
                 top_ids=top_ids,
                 top_logprobs=top_logprobs,
                 cached_tokens=max(0, request.cached_tokens) if pos == 0 else 0,
+                prompt=request.prompt_part(pos),
+                fingerprint=self._outbox.fingerprint if pos == 0 else "",
             ),
         )
 

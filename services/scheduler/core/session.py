@@ -151,7 +151,7 @@ class Session:
         self._registry.residency = self.engine.residency
         self._intake.geometry = geometry
         self._intake.totals = self.engine.totals
-        self._intake.fingerprint = capacities[0].fingerprint
+        self._intake.fingerprint = self._outbox.fingerprint = capacities[0].fingerprint
         self._intake.vocabulary = capacities[0].vocabulary
         self._intake.has_masks = capacities[0].has_masks
         for rank, peer in sorted(self._group.peers.items()):

@@ -89,6 +89,7 @@ class SlotUpdates:
             start=int(table.confirmed_kv[index]),
             state_block=int(table.state[index]),
             traceparent=generate.traceparent,
+            n_prompt_logprobs=generate.n_prompt_logprobs if request.lacks_prompt_probs else -1,
         )
 
     def _appends(self, index: NDArray[np.intp], of_ranks: NDArray[np.intp]) -> None:
