@@ -122,10 +122,31 @@ class RunningMesh:
         return {pool: count for pool, count in lost.items() if count}
 
 
+PAIR = (
+    CONFIG
+    + """
+[tokenizer]
+count = 2
+[kvstore]
+count = 1
+"""
+)
+
+
 @pytest.fixture(scope="session")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningMesh]:
-    folder = tmp_path_factory.mktemp("m")
+    yield from running(CONFIG, tmp_path_factory.mktemp("m"))
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningMesh]:
+    """Two tokenizers, and a kvstore that keeps responses."""
+    yield from running(PAIR, tmp_path_factory.mktemp("p"))
+
+
+def running(config: str, folder: Path) -> Iterator[RunningMesh]:
+    """A mesh for as long as a fixture lives."""
     path = folder / "mesh.toml"
-    path.write_text(CONFIG.replace("RUN_DIR", str(folder / "run")))
+    path.write_text(config.replace("RUN_DIR", str(folder / "run")))
     with Mesh(path) as mesh:
         yield RunningMesh(mesh, path)

@@ -17,6 +17,12 @@ GREEDY = {"temperature": 0}  # some versions of the anthropic SDK have no such p
 
 
 @pytest.fixture
+def mesh(pair: RunningMesh) -> RunningMesh:
+    """Two tokenizers: whichever serves a request, clients see one API."""
+    return pair
+
+
+@pytest.fixture
 def client(mesh: RunningMesh) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{mesh.url}/v1", api_key="any", max_retries=0) as client:
         yield client
