@@ -9,6 +9,11 @@ class DeviceClock(Protocol):
     """One device's time: asked by the stream's thread for one step after another."""
 
     @property
+    def is_host(self) -> bool:
+        """Whether steps are computed by the stream's thread itself."""
+        ...
+
+    @property
     def has_tail(self) -> bool:
         """Whether a step goes on behind its tokens."""
         ...
@@ -29,6 +34,7 @@ class DeviceClock(Protocol):
 class WorkerClock:
     """The stream's own thread is the device: a step runs while it is computed."""
 
+    is_host = True
     has_tail = False
 
     def begin(self, enqueued_ns: int) -> int:
@@ -49,6 +55,8 @@ class TimedClock:
     A step begins at the end of the one before, or when it was enqueued if that was later: the
     host's own work delays nothing as long as it is done before the device is.
     """
+
+    is_host = False
 
     def __init__(self, step_s: float, tail_s: float = 0.0, *, hang_step: int = 0) -> None:
         """

@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 MAX_QUEUED = 64  # far above any depth: a scheduler that ignores results is a bug
 NO_EPOCH = -1
 PATIENCE_S = 10.0
+HAND_OVER_S = 0.002  # at most, from the tokens of a step to the next one
 
 
 class _Job:
@@ -59,17 +60,20 @@ class StreamExecutor:
         on_progress: OnProgress = lambda stage, done, total: None,
         patience_s: float = PATIENCE_S,
         max_queued: int = MAX_QUEUED,
+        hand_over_s: float = HAND_OVER_S,
     ) -> None:
         """
         Args:
             patience_s: how long after the loss of the EP group a new epoch is waited for.
             max_queued: steps that may wait for the device.
+            hand_over_s: how long a device that is this process waits for its tokens to be taken.
         """
         self.counters: Counter[str] = Counter()
         self._engine = engine
         self._on_result = on_result
         self._on_progress = on_progress
         self._patience_s, self._max_queued = patience_s, max_queued
+        self._hand_over_s = hand_over_s
         self._changed = threading.Condition()  # guards everything below
         self._queue: deque[_Job] = deque()
         self._copies = CopyQueue()  # of this epoch
@@ -81,6 +85,7 @@ class StreamExecutor:
         self._rank, self._ranks = 0, 1
         self._group_lost = ""  # why; empty: it is not
         self._gpu_done = 0
+        self._is_heard = True  # whoever polls has taken all results, and come back
         self._ops_done: list[tuple[int, int]] = []
         self._cancelled: list[NDArray[np.void]] = []
         self._worker = threading.Thread(target=self._work, name="device-stream", daemon=True)
@@ -125,6 +130,9 @@ class StreamExecutor:
     def poll(self, timeout_s: float) -> StepResult | GpuDone | None:
         """The oldest result not yet taken, or None after `timeout_s`; see `Executor`."""
         with self._changed:
+            if not (self._results or self._is_heard):
+                self._is_heard = True
+                self._changed.notify_all()
             self._changed.wait_for(lambda: self._results or self._group_lost, timeout_s)
             if self._group_lost:
                 raise GroupLost(self._group_lost)
@@ -210,6 +218,8 @@ class StreamExecutor:
         outcome.begin_ns, outcome.end_ns = begin_ns, clock.end()
         is_whole = not after and not clock.has_tail
         self._emit(job, outcome, is_whole=is_whole)
+        if clock.is_host:
+            self._hand_over()
         if not is_whole:
             clock.finish()
             self._tail(job, after)
@@ -281,6 +291,17 @@ class StreamExecutor:
             self._results.append(outcome.result(step, self._rank, self._gpu_done, ops_done, times))
             self._changed.notify_all()
         self._on_result()
+
+    def _hand_over(self) -> None:
+        """Let the tokens leave before the next step begins: it would keep the core, or the
+        interpreter, from the thread that sends them for a good part of its time."""
+        with self._changed:
+            if self._queue and self._results:
+                self._is_heard = False
+                self._changed.wait_for(
+                    lambda: self._is_heard or self._closing or not self._queue, self._hand_over_s
+                )
+                self._is_heard = True
 
     def _tail(self, job: _Job, after: Sequence[BlockOp]) -> None:
         """GPU_DONE: nothing of this step touches a block any more."""

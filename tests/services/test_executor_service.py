@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,9 +33,11 @@ from deepmesh.wire.messages import (
     SubmitStep,
 )
 from services.executor.__main__ import HUNG_STATUS
+from services.executor.device_clock import TimedClock
 from services.executor.fake import FakeEngine, Oracle
-from services.executor.interface import OnProgress
+from services.executor.interface import LiveRows, OnProgress, Sampled
 from services.executor.service import ExecutorService, StepGate, Verdict
+from services.executor.slots import SlotTable
 from services.executor.stream import StreamExecutor
 from tests.contract.executor_host import Host
 from tests.contract.remote_executor import RemoteExecutor
@@ -339,6 +342,64 @@ def test_a_repeated_epoch_number_begins_with_empty_slots_too(tmp_path: Path) -> 
     finally:
         executor.close()
     assert again.output == Oracle(VOCAB_SIZE).generate(PROMPT, 8, seed=0, stop_ids=[])
+
+
+# ---------------------------------------------------------------- tokens before the next step
+
+
+class HostClock(TimedClock):
+    """Steps are computed by the stream's thread, as on a CPU."""
+
+    is_host = True
+
+
+class WatchingEngine(FakeEngine):
+    """Notes how many results had been taken when each step began; the first one waits."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.clock = HostClock(0.0)
+        self.num_taken: Callable[[], int] = lambda: 0
+        self.seen: list[int] = []
+        self.all_submitted = threading.Event()
+
+    def compute(self, live: LiveRows, slots: SlotTable, step: SubmitStep) -> Sampled:
+        assert self.all_submitted.wait(20)
+        self.seen.append(self.num_taken())
+        return super().compute(live, slots, step)
+
+
+def test_tokens_leave_before_the_next_step_takes_the_core(tmp_path: Path) -> None:
+    engine = WatchingEngine(make_config(tmp_path))
+    executor = StreamExecutor(engine, hand_over_s=20.0)
+    try:
+        host = Host(executor, executor.load(order(make_config(tmp_path))))
+        engine.num_taken = lambda: len(host.results)
+        request = host.admit(PROMPT, 6)
+        for _ in range(6):
+            host.submit(host.row(request))
+        engine.all_submitted.set()
+        for _ in range(6):
+            host.take()
+    finally:
+        executor.close()
+    assert engine.seen == list(range(6))
+
+
+def test_a_step_does_not_wait_for_long_for_tokens_that_nobody_takes(tmp_path: Path) -> None:
+    engine = WatchingEngine(make_config(tmp_path))
+    executor = StreamExecutor(engine, hand_over_s=0.001)
+    try:
+        host = Host(executor, executor.load(order(make_config(tmp_path))))
+        request = host.admit(PROMPT, 3)
+        steps = [host.submit(host.row(request)) for _ in range(3)]
+        engine.all_submitted.set()
+        deadline = time.monotonic() + 20
+        while len(engine.seen) < len(steps):
+            assert time.monotonic() < deadline
+    finally:
+        executor.close()
+    assert executor.poll(0) is not None
 
 
 # ---------------------------------------------------------------- the fake's own checks
