@@ -1,6 +1,7 @@
 """Between two sublayers on Hopper, one launch: `csrc/seam.cu`."""
 
 import ctypes
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -10,18 +11,17 @@ from kernels import cuda
 from kernels.mhc.mix import HyperMix
 
 STREAMS = 4
-RANKS = 8  # blocks of a cluster, each with an eighth of the channels
+RANKS = 16  # blocks of a cluster, each with its share of the channels
 CHUNK = 256
 COLUMNS = (2 + STREAMS) * STREAMS
 CLUSTER_TOKENS = (1, 2, 4, 8, 16)
-CLUSTERS = 16  # that run at once
 
 
 @dataclass(frozen=True, eq=False)
 class SeamWeights:
     """Of the sublayer ahead, made by `pack_seam`."""
 
-    fn: Tensor  # [8, chunks, 24, 256], float32
+    fn: Tensor  # [16, chunks, 24, 256], float32
     scale: Tensor  # [3]
     base: Tensor  # [24]
     norm: Tensor  # [hidden]
@@ -32,7 +32,7 @@ def pack_seam(fn: Tensor, scale: Tensor, base: Tensor, norm: Tensor) -> SeamWeig
 
     All float32. Zeros fill the last chunk of each rank.
     Raises:
-        ValueError: other than four streams, or hidden no multiple of 64.
+        ValueError: other than four streams, or hidden no multiple of 128.
     """
     hidden = norm.shape[0]
     if fn.shape != (COLUMNS, STREAMS * hidden) or hidden % (8 * RANKS):
@@ -105,7 +105,7 @@ def seam(
             n(num_iters),
             r(hc_eps),
             r(norm_eps),
-            n(cluster_tokens or best_cluster_tokens(tokens)),
+            n(cluster_tokens or best_cluster_tokens(tokens, clusters_at_once(hidden))),
             a(ahead.data_ptr()),
             *[a(part.data_ptr()) for part in made],
             a(torch.cuda.current_stream(device).cuda_stream),
@@ -114,6 +114,20 @@ def seam(
     return ahead, made
 
 
-def best_cluster_tokens(tokens: int) -> int:
+@functools.cache
+def clusters_at_once(hidden: int) -> dict[int, int]:
+    """By tokens of a cluster: how many clusters this device runs at once."""
+    found: dict[int, int] = {}
+    for tokens in CLUSTER_TOKENS:
+        count = ctypes.c_int()
+        library = cuda.load("mhc", "seam")
+        width, share = ctypes.c_int64(hidden), ctypes.c_int64(tokens)
+        cuda.check(library.seam_clusters(width, share, ctypes.byref(count)))
+        found[tokens] = count.value
+    return found
+
+
+def best_cluster_tokens(tokens: int, at_once: dict[int, int]) -> int:
     """The fewest with which all clusters run at once."""
-    return next((c for c in CLUSTER_TOKENS if tokens <= CLUSTERS * c), CLUSTER_TOKENS[-1])
+    fitting = (share for share, clusters in at_once.items() if tokens <= clusters * share)
+    return next(fitting, CLUSTER_TOKENS[-1])

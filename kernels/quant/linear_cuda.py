@@ -1,10 +1,12 @@
-"""FP8 linears with 32 x 32 blocks of scales on Hopper, for few rows: `csrc/linear_decode.cu`.
+"""FP8 linears with 32 x 32 blocks of scales on Hopper: `csrc/linear_decode.cu` for few rows,
+`csrc/linear_wide.cu` for many. Both give the same bits.
 
 Weights are packed once, at load: for each unit of 64 outputs and 64 positions of K one chunk of
-4,112 bytes, of which the last 16 hold four scales.
+4,224 bytes: codes, four scales and padding to whole lines of 128, which copies need.
 """
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,10 +14,12 @@ from torch import Tensor
 
 from kernels import cuda
 
-CHUNK_BYTES = 4112
+CHUNK_BYTES = 4224
 UNIT_OUTPUTS = 64
 STEP = 64  # positions of K in a chunk
-MAX_PASS_ROWS = 64
+MAX_PASS_ROWS = 128
+WIDE_ROWS = 33  # from so many rows on
+WIDE_OUTPUTS = 128  # of which a group must have whole ones
 LEAST_UNITS = 256  # so many keep a device busy
 LEAST_SLICE_STEPS = 16
 
@@ -76,7 +80,7 @@ def linear_fp8_decode(x: Tensor, weight: PackedLinear) -> Tensor:
     partial = torch.empty(weight.slices if weight.slices > 1 else 0, tokens, width, device=device)
     a, n = ctypes.c_void_p, ctypes.c_int64
     cuda.check(
-        cuda.load("quant", "linear_decode").linear_decode(
+        _kernel(tokens, weight.outputs)(
             a(x.contiguous().data_ptr()),
             n(tokens),
             a(weight.data.data_ptr()),
@@ -92,6 +96,14 @@ def linear_fp8_decode(x: Tensor, weight: PackedLinear) -> Tensor:
         )
     )
     return out
+
+
+def _kernel(tokens: int, outputs: int) -> Callable[..., int]:
+    """Entry point of the faster of the two."""
+    name = "linear_decode"
+    if tokens >= WIDE_ROWS and outputs % WIDE_OUTPUTS == 0:
+        name = "linear_wide"
+    return getattr(cuda.load("quant", name), name)
 
 
 def _slices(units: int, steps: int) -> int:

@@ -19,11 +19,11 @@ MIXING = {"num_iters": 20, "hc_eps": 1e-6, "norm_eps": 1e-20}
 
 def test_packed_projections_hold_every_weight_once() -> None:
     torch.manual_seed(0)
-    hidden = 192
+    hidden = 384
     fn = torch.randn(24, 4 * hidden)
     packed = pack_seam(fn, torch.ones(3), torch.zeros(24), torch.ones(hidden)).fn
-    assert packed.shape == (8, 1, 24, 256)
-    for column, stream, channel in ((0, 0, 0), (23, 3, 191), (7, 2, 100)):
+    assert packed.shape == (16, 1, 24, 256)
+    for column, stream, channel in ((0, 0, 0), (23, 3, 383), (7, 2, 100)):
         rank, at = channel // 24, stream * 24 + channel % 24
         assert packed[rank, 0, column, at] == fn[column, stream * hidden + channel]
     assert int(packed.count_nonzero()) == fn.numel()
@@ -35,11 +35,13 @@ def test_widths_that_do_not_fit_are_refused_by_name() -> None:
 
 
 def test_clusters_take_more_tokens_once_they_do_not_all_run_at_once() -> None:
-    assert [best_cluster_tokens(n) for n in (1, 16, 17, 256, 1000)] == [1, 1, 2, 16, 16]
+    at_once = dict.fromkeys(CLUSTER_TOKENS, 8)
+    found = [best_cluster_tokens(n, at_once) for n in (1, 8, 9, 128, 1000)]
+    assert found == [1, 1, 2, 16, 16]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("hidden", "tokens"), [(192, 5), (4096, 9), (5120, 150)])
+@pytest.mark.parametrize(("hidden", "tokens"), [(384, 5), (4096, 9), (5120, 150)])
 def test_it_is_its_parts_and_has_the_same_bits_in_any_cluster(hidden: int, tokens: int) -> None:
     torch.manual_seed(hidden)
     fn = torch.randn(24, 4 * hidden) * hidden**-0.5 * 0.5

@@ -1,9 +1,10 @@
 // Scores of the indexer over MXFP4 keys on sm_90. See kernels/attention/index_scores_cuda.py.
 //
-// Keys are M (sixteen a product), the 32 heads are N: the queries of a token stay in registers as
-// fragments while keys stream by. All units of 64 keys of all tokens are dealt to the warps in
-// contiguous runs, so that a device full of short rows and one long row are equally balanced. The
-// sum over heads follows the tree of the CPU kernel: where products are exact, so are the bits.
+// Keys are M (sixteen a product), the 32 heads are N: each warp keeps the queries of its token in
+// shared memory as fragments while keys stream by. All units of 32 keys of all tokens are dealt to the
+// warps in contiguous runs, so that a device full of short rows and one long row are equally
+// balanced. The sum over heads follows the tree of the CPU kernel: where products are exact, so are
+// the bits.
 
 #include "bf16.cuh"
 #include "hopper.cuh"
@@ -12,10 +13,12 @@ using namespace hopper;
 
 namespace {
 
-constexpr int kWarps = 8;
+constexpr int kWarps = 16;
 constexpr int kHeads = 32, kTiles = kHeads / 8;
+constexpr int kMaxTokens = 16384;
 constexpr int kDim = 128, kKeyBytes = kDim / 2 + kDim / 32;
-constexpr int kUnitKeys = 64, kUnitTiles = kUnitKeys / 16;
+constexpr int kUnitKeys = 32, kUnitTiles = kUnitKeys / 16;
+constexpr int kFragments = kTiles * 4 * 32;  // of 16 bytes: [two steps of K][tile][lane]
 
 struct Arguments {
   const __nv_bfloat16* queries;  // [tokens, 32, 128], values of MXFP4
@@ -42,7 +45,8 @@ __device__ __forceinline__ uint32_t weigh(float first, float second, uint32_t we
 }
 
 __global__ void __launch_bounds__(kWarps * 32, 1) index_kernel(const Arguments args) {
-  extern __shared__ int first_unit[];  // [tokens + 1]
+  extern __shared__ __align__(128) uint4 fragments[];  // of each warp, then:
+  int* const first_unit = reinterpret_cast<int*>(fragments + kWarps * kFragments);  // [tokens + 1]
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   wait_for_previous();
   let_next_begin();
@@ -100,7 +104,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1) index_kernel(const Arguments a
   while (first_unit[next_token + 1] <= begin) ++next_token;
   read(begin, next_token, next);
   int loaded = -1;
-  uint4 query[kTiles][4];    // [tile][two steps of K]
+  uint4* const query = fragments + warp * kFragments + lane;
   uint32_t weights[kTiles];  // of heads 8n + 2q and the next, times 2^8
   for (int unit = begin; unit < end; ++unit) {
     const Raw raw = next;
@@ -115,8 +119,11 @@ __global__ void __launch_bounds__(kWarps * 32, 1) index_kernel(const Arguments a
       for (int n = 0; n < kTiles; ++n) {
         const uint4* const from = reinterpret_cast<const uint4*>(
             args.queries + ((static_cast<int64_t>(token) * kHeads + n * 8 + g) * kDim + 32 * q));
+        uint4 some[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) query[n][i] = __ldg(from + i);
+        for (int i = 0; i < 4; ++i) some[i] = __ldg(from + i);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) query[(i * kTiles + n) * 32] = some[i];
         constexpr uint32_t kPutBack = 0x43804380u;  // 256, twice
         weights[n] = bf16::multiply(
             __ldg(reinterpret_cast<const uint32_t*>(args.weights + static_cast<int64_t>(token) * kHeads) + n * 4 + q),
@@ -126,28 +133,45 @@ __global__ void __launch_bounds__(kWarps * 32, 1) index_kernel(const Arguments a
     const int key = (unit - first_unit[token]) * kUnitKeys;
     const int seen = args.visible[token];
     float* const to = args.scores + token * args.stride + key;
+    float products[kUnitTiles][kTiles][4] = {};
+    uint32_t factor[kUnitTiles][2];
 #pragma unroll
-    for (int tile = 0; tile < kUnitTiles; ++tile) {
-      const uint32_t factor[2] = {bf16::factor_fp4_ue8m0(raw.scales[tile][0] * 0x00010001u),
-                                  bf16::factor_fp4_ue8m0(raw.scales[tile][1] * 0x00010001u)};
-      float product[kTiles][4] = {};
+    for (int tile = 0; tile < kUnitTiles; ++tile)
 #pragma unroll
-      for (int word = 0; word < 4; ++word) {
-        uint32_t pairs[2][4];
+      for (int half = 0; half < 2; ++half)
+        factor[tile][half] = bf16::factor_fp4_ue8m0(raw.scales[tile][half] * 0x00010001u);
+#pragma unroll
+    for (int word = 0; word < 4; ++word) {
+      uint32_t pairs[kUnitTiles][2][4];
+#pragma unroll
+      for (int tile = 0; tile < kUnitTiles; ++tile)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const uint4& codes = raw.codes[tile][half];
-          bf16::unpack_fp4(word == 0 ? codes.x : word == 1 ? codes.y : word == 2 ? codes.z : codes.w, pairs[half]);
+          bf16::unpack_fp4(word == 0 ? codes.x : word == 1 ? codes.y : word == 2 ? codes.z : codes.w,
+                           pairs[tile][half]);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) pairs[half][i] = bf16::multiply(pairs[half][i], factor[half]);
+          for (int i = 0; i < 4; ++i) pairs[tile][half][i] = bf16::multiply(pairs[tile][half][i], factor[tile][half]);
         }
+      uint4 b[kTiles];
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n)
-          bf16::mma(product[n], pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1], query[n][word].x, query[n][word].y);
+      for (int n = 0; n < kTiles; ++n) b[n] = query[(word * kTiles + n) * 32];
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n)
-          bf16::mma(product[n], pairs[0][2], pairs[1][2], pairs[0][3], pairs[1][3], query[n][word].z, query[n][word].w);
-      }
+      for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+        for (int tile = 0; tile < kUnitTiles; ++tile)
+          bf16::mma(products[tile][n], pairs[tile][0][0], pairs[tile][1][0], pairs[tile][0][1], pairs[tile][1][1],
+                    b[n].x, b[n].y);
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+        for (int tile = 0; tile < kUnitTiles; ++tile)
+          bf16::mma(products[tile][n], pairs[tile][0][2], pairs[tile][1][2], pairs[tile][0][3], pairs[tile][1][3],
+                    b[n].z, b[n].w);
+    }
+#pragma unroll
+    for (int tile = 0; tile < kUnitTiles; ++tile) {
+      const float(&product)[kTiles][4] = products[tile];
       float sum[2][2][2];  // row g or g + 8, sixteen heads, even or odd head
 #pragma unroll
       for (int row = 0; row < 2; ++row)
@@ -203,6 +227,17 @@ extern "C" int index_decode(const void* queries, const void* weights, int64_t to
                             static_cast<int>(entries),
                             static_cast<int>(skip),
                             stride};
-  return launch_behind(index_kernel, device_multiprocessors(), kWarps * 32, static_cast<int>(4 * (tokens + 1)),
-                       static_cast<cudaStream_t>(stream_pointer), arguments);
+  constexpr int kQueryBytes = kWarps * kFragments * 16;
+  constexpr int kMaxBytes = kQueryBytes + 4 * (kMaxTokens + 1);
+  if (tokens > kMaxTokens) return cudaErrorInvalidValue;
+  static bool allowed = false;
+  if (!allowed) {
+    const cudaError_t error =
+        cudaFuncSetAttribute(index_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxBytes);
+    if (error != cudaSuccess) return error;
+    allowed = true;
+  }
+  return launch_behind(index_kernel, device_multiprocessors(), kWarps * 32,
+                       kQueryBytes + static_cast<int>(4 * (tokens + 1)), static_cast<cudaStream_t>(stream_pointer),
+                       arguments);
 }

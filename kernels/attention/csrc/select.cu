@@ -34,6 +34,11 @@ __device__ __forceinline__ uint32_t key_of(float score) {
   return bits ^ (bits >> 31 ? 0xFFFFFFFFu : 0x80000000u);
 }
 
+// Sum over the warps before this one; called by all lanes.
+__device__ __forceinline__ int before_warp(const int* by_warp, int warp, int lane) {
+  return __reduce_add_sync(~0u, lane < warp ? by_warp[lane] : 0);
+}
+
 template <bool kBlocks>
 __global__ void __launch_bounds__(kThreads) select_kernel(const Arguments args) {
   extern __shared__ uint32_t keys[];
@@ -106,8 +111,7 @@ __global__ void __launch_bounds__(kThreads) select_kernel(const Arguments args) 
     }
     if (lane == 31) by_warp[warp] = sum;
     __syncthreads();
-    int before = sum - first - second;
-    for (int w = 0; w < warp; ++w) before += by_warp[w];
+    const int before = sum - first - second + before_warp(by_warp, warp, lane);
     if (before < room && room <= before + first + second) {
       const bool in_first = room <= before + first;
       found_bin = in_first ? top : top - 1;
@@ -141,8 +145,8 @@ __global__ void __launch_bounds__(kThreads) select_kernel(const Arguments args) 
   __syncthreads();
   if (lane == 0) by_warp[warp] = above, ties_by_warp[warp] = ties;
   __syncthreads();
-  above = ties = 0;
-  for (int w = 0; w < warp; ++w) above += by_warp[w], ties += ties_by_warp[w];
+  above = before_warp(by_warp, warp, lane);
+  ties = before_warp(ties_by_warp, warp, lane);
   const unsigned earlier = (1u << lane) - 1;
   for (int start = begin; start < end; start += 32) {
     const int index = start + lane;
@@ -161,8 +165,7 @@ __global__ void __launch_bounds__(kThreads) select_kernel(const Arguments args) 
     ties += __popc(tied);
   }
   if (!kBlocks) {  // fewer are allowed than wanted
-    int total = room;
-    for (int w = 0; w < kWarps; ++w) total += by_warp[w];
+    const int total = room + before_warp(by_warp, kWarps, lane);
     for (int at = total + threadIdx.x; at < args.top_k; at += kThreads) put(at, -1);
   }
 }

@@ -5,7 +5,7 @@
 // depend on how many share a block. First all scores (a warp has 16 window rows and 64 compressed
 // ones; rows are M), then one softmax over all rows, then the values (a warp has 64 channels, which
 // are M), for which the rows come again, from the L2. Nothing is split over K, so there is no
-// second pass.
+// second pass. Rows that are missing are read as row 0 and weigh nothing.
 
 #include "bf16.cuh"
 #include "hopper.cuh"
@@ -22,6 +22,7 @@ constexpr int kUnits = 1 + kCompressedUnits / kWarps;  // of 16 rows, of a warp
 constexpr int kWindowBytes = kChannels + kChannels / 32;
 constexpr int kCompressedBytes = kChannels / 2 + kChannels / 16;
 constexpr int kRotated = 64;  // channels at the end
+constexpr float kLog2e = 1.4426950408889634f;
 
 struct Arguments {
   const __nv_bfloat16* queries;  // [tokens, heads, 512]
@@ -33,70 +34,121 @@ struct Arguments {
   const float *cos, *sin;        // [tokens, 32], or null: do not rotate back
   __nv_bfloat16* out;            // [tokens, heads, 512]
   int heads, window_width, compressed_width;
-  float scale;
+  float scale;  // of scores as powers of two
 };
 
 template <int kHeads>
 struct Shared {
   static constexpr int kTiles = kHeads / 8;
+  static constexpr int kStages = kHeads >= 64 ? 16 : kHeads >= 32 ? 20 : 24;  // of 24 in all
   union {
-    uint4 queries[kChannels / 8 / 4 * kTiles * 32];  // [two steps of K][tile][lane]
-    uint2 weights[kRows / 16 * kTiles * 32];         // [unit][tile][lane]
+    uint2 queries[kChannels / 16 * kTiles * 32];  // [step of K][tile][lane]
+    uint2 weights[kRows / 16 * kTiles * 32];      // [unit][tile][lane]
   };
-  int slots[kRows];
+  uint4 ring[kWarps][kStages][2][32];  // what a lane copies it reads itself
+  uint32_t offsets[kRows];             // of rows in their pool, in 16 bytes
+  uint32_t here[kRows / 32];           // bits: rows that are not missing
   float by_warp[kWarps][kHeads];
   float most[kHeads], inverse[kHeads];
 };
 
-__device__ __forceinline__ uint4 read_16(const uint8_t* row, int at) {
-  uint4 none{};
-  return row ? __ldg(reinterpret_cast<const uint4*>(row + at)) : none;
+template <typename T>
+__device__ __forceinline__ T read(const uint8_t* lane_base, uint32_t offset) {
+  return __ldg(reinterpret_cast<const T*>(lane_base + static_cast<uint64_t>(offset) * 16));
 }
-__device__ __forceinline__ uint2 read_8(const uint8_t* row, int at) {
-  uint2 none{};
-  return row ? __ldg(reinterpret_cast<const uint2*>(row + at)) : none;
+__device__ __forceinline__ void copy_16(void* to, const uint8_t* lane_base, uint32_t offset) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)),
+               "l"(lane_base + static_cast<uint64_t>(offset) * 16)
+               : "memory");
 }
-__device__ __forceinline__ uint32_t read_4(const uint8_t* row, int at) {
-  return row ? __ldg(reinterpret_cast<const uint32_t*>(row + at)) : 0u;
+template <int kLeft>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
-__device__ __forceinline__ const uint8_t* row_at(const uint8_t* pool, int slot, int bytes) {
-  return slot < 0 ? nullptr : pool + static_cast<int64_t>(slot) * bytes;
+__device__ __forceinline__ float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 // Two steps of K: words of rows g and g + 8, four pairs of channels each.
 template <int kTiles, int kCount>
 __device__ __forceinline__ void multiply_rows(const uint32_t (&low)[kCount][4], const uint32_t (&high)[kCount][4],
-                                              const uint4* queries, float (*score)[kTiles][4]) {
+                                              const uint2* queries, float (*score)[kTiles][4]) {
 #pragma unroll
-  for (int n = 0; n < kTiles; ++n) {
-    const uint4 b = queries[n * 32];
+  for (int step = 0; step < 2; ++step)  // the same sum again only after all others
 #pragma unroll
-    for (int unit = 0; unit < kCount; ++unit)
-      bf16::mma(score[unit][n], low[unit][0], high[unit][0], low[unit][1], high[unit][1], b.x, b.y);
+    for (int n = 0; n < kTiles; ++n) {
+      const uint2 b = queries[(step * kTiles + n) * 32];
 #pragma unroll
-    for (int unit = 0; unit < kCount; ++unit)
-      bf16::mma(score[unit][n], low[unit][2], high[unit][2], low[unit][3], high[unit][3], b.z, b.w);
-  }
+      for (int unit = 0; unit < kCount; ++unit)
+        bf16::mma(score[unit][n], low[unit][2 * step], high[unit][2 * step], low[unit][2 * step + 1],
+                  high[unit][2 * step + 1], b.x, b.y);
+    }
 }
 
 __device__ __forceinline__ uint32_t word_of(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
+// Rows g and g + 8 of a warp's units, a lane's 16 bytes of each, stage by stage: 8 stages of 64
+// channels of the window unit, then for each pair of compressed units 8 of 128 channels of one unit.
+template <int kHeads>
+struct Rows {
+  static constexpr int kStages = Shared<kHeads>::kStages;
+  Shared<kHeads>& shared;
+  const uint8_t *window, *compressed;  // of this lane
+  int warp, lane, units;
+
+  __device__ __forceinline__ const uint8_t* source(int stage) const {
+    return stage < 8 ? window + 128 * (stage / 2) + 16 * (stage % 2) + 32 * (lane % 4)
+                     : compressed + 64 * (stage % 8 / 2) + 16 * (lane % 4);
+  }
+  __device__ __forceinline__ int unit_of(int stage) const {
+    return warp * (kUnits - 1) + (stage - 8) / 8 * 2 + stage % 2;
+  }
+  __device__ __forceinline__ void put(int stage, uint32_t first, uint32_t second) {
+    uint4* const to = &shared.ring[warp][stage % kStages][0][lane];
+    copy_16(to, source(stage), first);
+    copy_16(to + 32, source(stage), second);
+  }
+  __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+  __device__ __forceinline__ void begin() {
+    uint32_t offset[kUnits][2];
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      const uint32_t* const from = shared.offsets + (u ? kWindow + (warp * (kUnits - 1) + u - 1) * 16 : warp * 16);
+      offset[u][0] = from[lane / 4];
+      offset[u][1] = from[lane / 4 + 8];
+    }
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage) {
+      const int u = stage < 8 ? 0 : 1 + (stage - 8) / 8 * 2 + stage % 2;
+      if (stage < 8 || unit_of(stage) / 2 * 2 < units) put(stage, offset[u][0], offset[u][1]);
+      commit();
+    }
+  }
+  __device__ __forceinline__ void copy(int stage) {  // one that `begin` left
+    if (stage < 24 && unit_of(stage) / 2 * 2 < units) {
+      const uint32_t* const from = shared.offsets + kWindow + unit_of(stage) * 16 + lane / 4;
+      put(stage, from[0], from[8]);
+    }
+    commit();
+  }
+  __device__ __forceinline__ uint4 at(int stage, int row) const {
+    return shared.ring[warp][stage % kStages][row][lane];
+  }
+};
+
 // Scores of 16 window rows. A lane has of its rows g and g + 8 channels 128 j + 32 q + 0…31.
-template <int kTiles>
-__device__ __forceinline__ void score_window(const uint8_t* const (&rows)[2], int q, const uint4* queries,
+template <int kHeads, int kTiles>
+__device__ __forceinline__ void score_window(Rows<kHeads>& rows, const uint32_t (&scales)[2], const uint2* queries,
                                              float (*score)[kTiles][4]) {
-  const uint32_t scales[2] = {read_4(rows[0], kChannels + 4 * q), read_4(rows[1], kChannels + 4 * q)};
-  uint4 next[2] = {read_16(rows[0], 32 * q), read_16(rows[1], 32 * q)};
 #pragma unroll 1
   for (int half = 0; half < 8; ++half) {  // 64 channels over all lanes
-    const uint4 now[2] = {next[0], next[1]};
-    if (half < 7) {
-      const int at = 128 * ((half + 1) / 2) + 32 * q + 16 * ((half + 1) % 2);
-      next[0] = read_16(rows[0], at);
-      next[1] = read_16(rows[1], at);
-    }
+    wait_copies<Rows<kHeads>::kStages - 1>();
+    const uint4 now[2] = {rows.at(half, 0), rows.at(half, 1)};
+    rows.copy(half + Rows<kHeads>::kStages);
     const uint32_t factor[2] = {bf16::factor_fp8_ue8m0(bf16::splat_byte(scales[0], half / 2)),
                                 bf16::factor_fp8_ue8m0(bf16::splat_byte(scales[1], half / 2))};
 #pragma unroll
@@ -111,38 +163,32 @@ __device__ __forceinline__ void score_window(const uint8_t* const (&rows)[2], in
           pairs[row][0][2 * step] = bf16::multiply(even, factor[row]);
           pairs[row][0][2 * step + 1] = bf16::multiply(odd, factor[row]);
         }
-      multiply_rows<kTiles, 1>(pairs[0], pairs[1], queries + (half * 2 + two) * kTiles * 32, score);
+      multiply_rows<kTiles, 1>(pairs[0], pairs[1], queries + (half * 2 + two) * 2 * kTiles * 32, score);
     }
   }
 }
 
 // Scores of two units of 16 compressed rows.
-template <int kTiles>
-__device__ __forceinline__ void score_compressed(const uint8_t* const (&rows)[2][2], int q, const uint4* queries,
-                                                 float (*score)[kTiles][4]) {
-  uint2 scales[2][2];
-  uint4 next[2][2];
-#pragma unroll
-  for (int unit = 0; unit < 2; ++unit)
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      scales[unit][row] = read_8(rows[unit][row], kChannels / 2 + 8 * q);
-      next[unit][row] = read_16(rows[unit][row], 16 * q);
-    }
+template <int kHeads, int kTiles>
+__device__ __forceinline__ void score_compressed(Rows<kHeads>& rows, int first_stage, const uint2 (&scales)[2][2],
+                                                 const uint2* queries, float (*score)[kTiles][4]) {
 #pragma unroll 1
   for (int j = 0; j < 4; ++j) {  // 128 channels over all lanes
+    const int stage = first_stage + 2 * j;
     uint4 now[2][2];
     uint32_t factor[2][2][2];
+    wait_copies<Rows<kHeads>::kStages - 2>();
 #pragma unroll
-    for (int unit = 0; unit < 2; ++unit)
+    for (int unit = 0; unit < 2; ++unit) {
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
-        now[unit][row] = next[unit][row];
-        if (j < 3) next[unit][row] = read_16(rows[unit][row], 64 * (j + 1) + 16 * q);
+        now[unit][row] = rows.at(stage + unit, row);
         const uint32_t bytes = j & 2 ? scales[unit][row].y : scales[unit][row].x;
         factor[unit][row][0] = bf16::factor_fp4_e4m3(bf16::splat_byte(bytes, 2 * (j & 1)));
         factor[unit][row][1] = bf16::factor_fp4_e4m3(bf16::splat_byte(bytes, 2 * (j & 1) + 1));
       }
+      rows.copy(stage + unit + Rows<kHeads>::kStages);
+    }
 #pragma unroll
     for (int word = 0; word < 4; ++word) {
       uint32_t pairs[2][2][4];  // row, unit
@@ -155,7 +201,7 @@ __device__ __forceinline__ void score_compressed(const uint8_t* const (&rows)[2]
           for (int i = 0; i < 4; ++i)
             pairs[row][unit][i] = bf16::multiply(pairs[row][unit][i], factor[unit][row][word / 2]);
         }
-      multiply_rows<kTiles, 2>(pairs[0], pairs[1], queries + (j * 4 + word) * kTiles * 32, score);
+      multiply_rows<kTiles, 2>(pairs[0], pairs[1], queries + (j * 4 + word) * 2 * kTiles * 32, score);
     }
   }
 }
@@ -170,23 +216,26 @@ struct CompressedUnit {
   uint32_t scales[4];
 };
 
-__device__ __forceinline__ void read_unit(const uint8_t* pool, const int* slots, int warp, int g, WindowUnit& to) {
-  const int scales_at = kChannels + 4 * (2 * (warp % 2) + g / 4);
+// Addresses of a lane's codes and scales in row 0 of a pool.
+struct Lane {
+  const uint8_t *codes, *scales;
+};
+__device__ __forceinline__ void read_unit(const Lane& from, const uint32_t* offsets, WindowUnit& to) {
+  const uint2 low = *reinterpret_cast<const uint2*>(offsets), high = *reinterpret_cast<const uint2*>(offsets + 8);
+  const uint32_t rows[4] = {low.x, low.y, high.x, high.y};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const uint8_t* const row = row_at(pool, slots[i % 2 + i / 2 * 8], kWindowBytes);
-    to.codes[i] = read_8(row, 64 * warp + 8 * g);
-    to.scales[i] = read_4(row, scales_at);
+    to.codes[i] = read<uint2>(from.codes, rows[i]);
+    to.scales[i] = read<uint32_t>(from.scales, rows[i]);
   }
 }
-__device__ __forceinline__ void read_unit(const uint8_t* pool, const int* slots, int warp, int g,
-                                          CompressedUnit& to) {
-  const int scales_at = kChannels / 2 + 8 * (2 * (warp % 2) + g / 4) + 4 * (warp / 4);
+__device__ __forceinline__ void read_unit(const Lane& from, const uint32_t* offsets, CompressedUnit& to) {
+  const uint2 low = *reinterpret_cast<const uint2*>(offsets), high = *reinterpret_cast<const uint2*>(offsets + 8);
+  const uint32_t rows[4] = {low.x, low.y, high.x, high.y};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const uint8_t* const row = row_at(pool, slots[i % 2 + i / 2 * 8], kCompressedBytes);
-    to.codes[i] = read_4(row, 32 * warp + 4 * g);
-    to.scales[i] = read_4(row, scales_at);
+    to.codes[i] = read<uint32_t>(from.codes, rows[i]);
+    to.scales[i] = read<uint32_t>(from.scales, rows[i]);
   }
 }
 
@@ -231,15 +280,17 @@ __device__ __forceinline__ void unpack_unit(const CompressedUnit& unit, int warp
   }
 }
 
-// Adds weights times values of `count` units; rows of the next ones are on their way meanwhile.
-template <int kTiles, int kAhead, typename Unit>
-__device__ __forceinline__ void add_values(const uint8_t* pool, const int* slots, int count, int warp, int lane,
-                                           const uint2* weights, float (&sum)[4][kTiles][4]) {
-  const int g = lane / 4, q = lane % 4;
-  Unit next[kAhead];
+template <int kAhead, typename Unit>
+__device__ __forceinline__ void read_first(const Lane& from, const uint32_t* offsets, int count, Unit (&next)[kAhead]) {
 #pragma unroll
   for (int u = 0; u < kAhead; ++u)
-    if (u < count) read_unit(pool, slots + u * 16 + 2 * q, warp, g, next[u]);
+    if (u < count) read_unit(from, offsets + u * 16, next[u]);
+}
+
+// Adds weights times values of `count` units; `next` holds the first ones, and meanwhile those ahead.
+template <int kTiles, int kAhead, typename Unit>
+__device__ __forceinline__ void add_values(const Lane& from, const uint32_t* offsets, int count, int warp, int lane,
+                                           const uint2* weights, Unit (&next)[kAhead], float (&sum)[4][kTiles][4]) {
 #pragma unroll 1
   for (int first = 0; first < count; first += kAhead) {
 #pragma unroll
@@ -247,8 +298,8 @@ __device__ __forceinline__ void add_values(const uint8_t* pool, const int* slots
       const int at = first + u;
       if (at >= count) break;
       uint32_t even[2][4], odd[2][4];
-      unpack_unit(next[u], warp, g, even, odd);
-      if (at + kAhead < count) read_unit(pool, slots + (at + kAhead) * 16 + 2 * q, warp, g, next[u]);
+      unpack_unit(next[u], warp, lane / 4, even, odd);
+      if (at + kAhead < count) read_unit(from, offsets + (at + kAhead) * 16, next[u]);
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
         const uint2 b = weights[(at * kTiles + n) * 32 + lane];
@@ -272,7 +323,7 @@ __device__ __forceinline__ float most_of_rows(float x) {
 }
 
 template <int kHeads>
-__global__ void __launch_bounds__(kWarps * 32, kHeads >= 64 ? 1 : 2) attention_kernel(const Arguments args) {
+__global__ void __launch_bounds__(kWarps * 32, 1) attention_kernel(const Arguments args) {
   constexpr int kTiles = kHeads / 8;
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   Shared<kHeads>& shared = *reinterpret_cast<Shared<kHeads>*>(shared_bytes);
@@ -283,14 +334,17 @@ __global__ void __launch_bounds__(kWarps * 32, kHeads >= 64 ? 1 : 2) attention_k
   wait_for_previous();
   let_next_begin();
 
-  for (int i = threadIdx.x; i < kRows; i += kWarps * 32) {
+  for (int start = 32 * warp; start < kRows; start += kWarps * 32) {
+    const int i = start + lane;
     int slot = -1;
     if (i < kWindow) {
       if (i < args.window_width) slot = args.window_slots[token * args.window_width + i];
     } else if (i - kWindow < args.compressed_width) {
       slot = args.compressed_slots[token * args.compressed_width + i - kWindow];
     }
-    shared.slots[i] = slot;
+    shared.offsets[i] = max(slot, 0) * ((i < kWindow ? kWindowBytes : kCompressedBytes) / 16);
+    const unsigned bits = __ballot_sync(~0u, slot >= 0);
+    if (lane == 0) shared.here[start / 32] = bits;
   }
   for (int task = warp; task < kTiles * 4; task += kWarps) {
     const int n = task / 4, j = task % 4;
@@ -300,40 +354,59 @@ __global__ void __launch_bounds__(kWarps * 32, kHeads >= 64 ? 1 : 2) attention_k
 #pragma unroll
     for (int i = 0; i < 4; ++i) some[i] = from[i];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) shared.queries[((j * 4 + i) * kTiles + n) * 32 + lane] = some[i];
+    for (int i = 0; i < 4; ++i) {
+      uint2* const to = shared.queries + ((j * 4 + i) * 2 * kTiles + n) * 32 + lane;
+      to[0] = make_uint2(some[i].x, some[i].y);
+      to[kTiles * 32] = make_uint2(some[i].z, some[i].w);
+    }
   }
   __syncthreads();
 
+  const int window_units = min(kWindowUnits, (args.window_width + 15) / 16);
   const int compressed_units = min(kCompressedUnits, (args.compressed_width + 15) / 16);
+  Rows<kHeads> rows{shared, args.window, args.compressed, warp, lane, compressed_units};
+  rows.begin();
   float score[kUnits][kTiles][4] = {};
   {
-    const int* const slots = shared.slots + warp * 16 + g;
-    const uint8_t* const rows[2] = {row_at(args.window, slots[0], kWindowBytes),
-                                    row_at(args.window, slots[8], kWindowBytes)};
-    score_window<kTiles>(rows, q, shared.queries + lane, score);
+    const uint32_t* const offsets = shared.offsets + warp * 16 + g;
+    const uint8_t* const from = args.window + kChannels + 4 * q;
+    const uint32_t scales[2] = {read<uint32_t>(from, offsets[0]), read<uint32_t>(from, offsets[8])};
+    score_window<kHeads>(rows, scales, shared.queries + lane, score);
   }
 #pragma unroll
   for (int two = 0; two < kUnits / 2; ++two) {
     const int unit = warp * (kUnits - 1) + 2 * two;
     if (unit >= compressed_units) break;
-    const int* const slots = shared.slots + kWindow + unit * 16 + g;
-    const uint8_t* const rows[2][2] = {{row_at(args.compressed, slots[0], kCompressedBytes),
-                                        row_at(args.compressed, slots[8], kCompressedBytes)},
-                                       {row_at(args.compressed, slots[16], kCompressedBytes),
-                                        row_at(args.compressed, slots[24], kCompressedBytes)}};
-    score_compressed<kTiles>(rows, q, shared.queries + lane, score + 1 + 2 * two);
+    const uint32_t* const offsets = shared.offsets + kWindow + unit * 16 + g;
+    const uint8_t* const from = args.compressed + kChannels / 2 + 8 * q;
+    const uint2 scales[2][2] = {{read<uint2>(from, offsets[0]), read<uint2>(from, offsets[8])},
+                                {read<uint2>(from, offsets[16]), read<uint2>(from, offsets[24])}};
+    score_compressed<kHeads>(rows, 8 + 8 * two, scales, shared.queries + lane, score + 1 + 2 * two);
   }
+  wait_copies<0>();
 
-  // Softmax of a head over the rows of all warps.
+  constexpr int kAhead = kTiles >= 8 ? 2 : kTiles >= 4 ? 4 : 8;
+  const Lane near{args.window + 64 * warp + 8 * g, args.window + kChannels + 4 * (2 * (warp % 2) + g / 4)};
+  const Lane far{args.compressed + 32 * warp + 4 * g,
+                 args.compressed + kChannels / 2 + 8 * (2 * (warp % 2) + g / 4) + 4 * (warp / 4)};
+  const uint32_t* const near_offsets = shared.offsets + 2 * q;
+  const uint32_t* const far_offsets = shared.offsets + kWindow + 2 * q;
+  WindowUnit near_units[kAhead];
+  CompressedUnit far_units[kAhead];
+  if (kTiles <= 2) read_first(near, near_offsets, window_units, near_units);
+
+  // Softmax of a head over the rows of all warps, with powers of two.
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
-    const int* const slots = shared.slots + (u ? kWindow + (warp * (kUnits - 1) + u - 1) * 16 : warp * 16) + g;
-    const bool here[2] = {slots[0] >= 0, slots[8] >= 0};
+    const int row = u ? kWindow + (warp * (kUnits - 1) + u - 1) * 16 : warp * 16;
+    const unsigned bits = shared.here[row / 32] >> row % 32 & 0xFFFFu;
+    if (bits == 0xFFFFu) continue;
+    const bool here[2] = {(bits >> g & 1) != 0, (bits >> (g + 8) & 1) != 0};
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        score[u][n][i] = here[i / 2] ? score[u][n][i] * args.scale : -INFINITY;
+        if (!here[i / 2]) score[u][n][i] = -INFINITY;
   }
 #pragma unroll
   for (int n = 0; n < kTiles; ++n)
@@ -347,8 +420,9 @@ __global__ void __launch_bounds__(kWarps * 32, kHeads >= 64 ? 1 : 2) attention_k
     }
   __syncthreads();
   if (threadIdx.x < kHeads) {
-    float most = args.sinks[first_head + threadIdx.x];
-    for (int w = 0; w < kWarps; ++w) most = fmaxf(most, shared.by_warp[w][threadIdx.x]);
+    float most = args.sinks[first_head + threadIdx.x] * kLog2e;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) most = fmaxf(most, shared.by_warp[w][threadIdx.x] * args.scale);
     shared.most[threadIdx.x] = most;
   }
   __syncthreads();
@@ -360,7 +434,7 @@ __global__ void __launch_bounds__(kWarps * 32, kHeads >= 64 ? 1 : 2) attention_k
     for (int u = 0; u < kUnits; ++u) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        score[u][n][i] = __expf(score[u][n][i] - most[i % 2]);
+        score[u][n][i] = power_of_two(fmaf(score[u][n][i], args.scale, -most[i % 2]));
         total[i % 2] += score[u][n][i];
       }
       // A lane pair makes pairs of rows: even rows' lanes those of head 2q, odd rows' of 2q + 1.
@@ -384,17 +458,18 @@ __global__ void __launch_bounds__(kWarps * 32, kHeads >= 64 ? 1 : 2) attention_k
   }
   __syncthreads();
   if (threadIdx.x < kHeads) {
-    float total = __expf(args.sinks[first_head + threadIdx.x] - shared.most[threadIdx.x]);
+    float total = power_of_two(args.sinks[first_head + threadIdx.x] * kLog2e - shared.most[threadIdx.x]);
+#pragma unroll
     for (int w = 0; w < kWarps; ++w) total += shared.by_warp[w][threadIdx.x];
     shared.inverse[threadIdx.x] = bf16::kPutBack / total;
   }
 
-  constexpr int kAhead = kTiles >= 8 ? 2 : 4;
+  if (kTiles > 2) read_first(near, near_offsets, window_units, near_units);
+  read_first(far, far_offsets, compressed_units, far_units);
   float sum[4][kTiles][4] = {};
-  add_values<kTiles, kAhead, WindowUnit>(args.window, shared.slots, min(kWindowUnits, (args.window_width + 15) / 16),
-                                         warp, lane, shared.weights, sum);
-  add_values<kTiles, kAhead, CompressedUnit>(args.compressed, shared.slots + kWindow, compressed_units, warp, lane,
-                                             shared.weights + kWindowUnits * kTiles * 32, sum);
+  add_values<kTiles>(near, near_offsets, window_units, warp, lane, shared.weights, near_units, sum);
+  add_values<kTiles>(far, far_offsets, compressed_units, warp, lane, shared.weights + kWindowUnits * kTiles * 32,
+                     far_units, sum);
   __syncthreads();
 
   const int channel = 64 * warp + 8 * g;
@@ -460,7 +535,7 @@ extern "C" int sparse_decode(const void* queries, int64_t tokens, int64_t heads,
                             static_cast<int>(heads),
                             static_cast<int>(window_width),
                             static_cast<int>(compressed_width),
-                            scale * bf16::kPutBack};
+                            scale * bf16::kPutBack * kLog2e};
   const int count = static_cast<int>(tokens);
   if (block_heads == 8) return run<8>(arguments, count, stream);
   if (block_heads == 16) return run<16>(arguments, count, stream);

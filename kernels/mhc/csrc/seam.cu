@@ -1,6 +1,6 @@
 // What lies between two sublayers, in one launch on sm_90. See kernels/mhc/seam_cuda.py.
 //
-// A cluster of eight blocks takes kTokens tokens, each block an eighth of the channels of all four
+// A cluster of sixteen blocks takes kTokens tokens, each block its share of the channels of all four
 // streams: the output is mixed in, the next input collapsed, and while the cluster exchanges the sums
 // of squares, the projection runs over the new streams in shared memory, its weights streaming
 // by. Sums have an order of their own: the bits of a token do not depend on how many share a cluster.
@@ -11,21 +11,21 @@ using namespace hopper;
 
 namespace {
 
-constexpr int kRanks = 8;
+constexpr int kRanks = 16;  // more than what is portable: sm_90 has clusters of 16
 constexpr int kStreams = 4;
 constexpr int kColumns = (2 + kStreams) * kStreams;
 constexpr int kWarps = 8, kThreads = kWarps * 32;
 constexpr int kWarpColumns = kColumns / kWarps;
 constexpr int kChunk = 256;  // inputs of the projection, of a block's share
 constexpr int kChunkBytes = kColumns * kChunk * 4;
-constexpr int kMaxShared = 220 * 1024;
+constexpr int kMaxShared = 108 * 1024;  // two blocks a multiprocessor
 
 struct Arguments {
   __nv_bfloat16* streams;       // [tokens, 4, hidden], replaced
   const __nv_bfloat16* output;  // [tokens, hidden] of the sublayer behind, or null: streams stay
   const float *post, *comb;     // [tokens, 4], [tokens, 4, 4], of the same sublayer
   const float* carried;         // [tokens, 4]: weights of the collapse
-  const float* fn;              // [8, chunks, 24, 256]
+  const float* fn;              // [16, chunks, 24, 256]
   const float *scale, *base;    // [3], [24]
   const float* norm;            // [hidden]
   __nv_bfloat16* next;          // [tokens, hidden]: input of the sublayer ahead
@@ -108,7 +108,7 @@ __device__ void sinkhorn(float (&comb)[kStreams][kStreams], int iters, float eps
 }
 
 template <int kTokens>
-__global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThreads, 1) seam_kernel(const Arguments args) {
+__global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThreads, 2) seam_kernel(const Arguments args) {
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ float squares[kTokens][2];  // of this block's share: streams, collapse
   __shared__ float columns[kTokens][kColumns];
@@ -307,12 +307,15 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThreads, 1) se
 }
 
 template <int kTokens>
-cudaError_t run(Arguments arguments, cudaStream_t stream) {
+cudaError_t run(Arguments arguments, int* clusters, cudaStream_t stream) {
   static bool allowed = false;
   if (!allowed) {
     const cudaError_t error =
         cudaFuncSetAttribute(seam_kernel<kTokens>, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxShared);
     if (error != cudaSuccess) return error;
+    const cudaError_t refused =
+        cudaFuncSetAttribute(seam_kernel<kTokens>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    if (refused != cudaSuccess) return refused;
     allowed = true;
   }
   const int share = arguments.hidden / kRanks;
@@ -322,13 +325,35 @@ cudaError_t run(Arguments arguments, cudaStream_t stream) {
   if (arguments.stages > 8) arguments.stages = 8;
   if (arguments.stages > chunks) arguments.stages = chunks;
   if (arguments.stages < 1) return cudaErrorInvalidValue;
+  if (clusters) {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = kRanks;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(kRanks);
+    config.blockDim = dim3(kThreads);
+    config.dynamicSmemBytes = held + arguments.stages * kChunkBytes;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    return cudaOccupancyMaxActiveClusters(clusters, seam_kernel<kTokens>, &config);
+  }
   return launch_behind(seam_kernel<kTokens>, (arguments.tokens + kTokens - 1) / kTokens * kRanks, kThreads,
                        held + arguments.stages * kChunkBytes, stream, arguments);
 }
 
+// With `clusters`: only ask how many run at once.
+cudaError_t launch(const Arguments& arguments, int64_t cluster_tokens, int* clusters, cudaStream_t stream) {
+  if (cluster_tokens == 1) return run<1>(arguments, clusters, stream);
+  if (cluster_tokens == 2) return run<2>(arguments, clusters, stream);
+  if (cluster_tokens == 4) return run<4>(arguments, clusters, stream);
+  if (cluster_tokens == 8) return run<8>(arguments, clusters, stream);
+  return run<16>(arguments, clusters, stream);
+}
+
 }  // namespace
 
-// All pointers are of the device. Returns a cudaError_t.
+// All pointers are of the device. Both return a cudaError_t.
 extern "C" int seam(void* streams, const void* output, const void* post, const void* comb, const void* carried,
                     const void* fn, const void* scale, const void* base, const void* norm, int64_t tokens,
                     int64_t hidden, int64_t iters, float hc_eps, float norm_eps, int64_t cluster_tokens, void* next,
@@ -353,9 +378,12 @@ extern "C" int seam(void* streams, const void* output, const void* post, const v
                             0,
                             hc_eps,
                             norm_eps};
-  if (cluster_tokens == 1) return run<1>(arguments, stream);
-  if (cluster_tokens == 2) return run<2>(arguments, stream);
-  if (cluster_tokens == 4) return run<4>(arguments, stream);
-  if (cluster_tokens == 8) return run<8>(arguments, stream);
-  return run<16>(arguments, stream);
+  return launch(arguments, cluster_tokens, nullptr, stream);
+}
+
+// How many clusters run at once.
+extern "C" int seam_clusters(int64_t hidden, int64_t cluster_tokens, int* clusters) {
+  Arguments arguments{};
+  arguments.hidden = static_cast<int>(hidden);
+  return launch(arguments, cluster_tokens, clusters, nullptr);
 }

@@ -5,20 +5,17 @@
 // with a range of the slice. Slices and ranges depend on the shape of the weights alone, and partial
 // sums are added in their order: the bits of a row do not depend on how many rows there are.
 
-#include "hopper.cuh"
+#include "fp8_linear.cuh"
 
-using namespace hopper;
+using namespace fp8_linear;
 
 namespace {
 
 constexpr int kWarps = 8;
 constexpr int kUnitWarps = 4;
 constexpr int kTeams = kWarps / kUnitWarps;
-constexpr int kOut = 64;
-constexpr int kChunkBytes = 4112;  // 4,096 of codes, 4 of scales, padding
 constexpr int kPartStride = 68;
 constexpr int kPartFloats = 8 * kPartStride;
-constexpr int kPrepareThreads = 512;
 
 template <int kTiles>
 struct Shape {
@@ -29,19 +26,12 @@ struct Shape {
 };
 
 struct Arguments {
-  const uint8_t* packed;    // [units, steps, 4112]
+  const uint8_t* packed;    // [units, steps, 4224]
   const __half* inputs;     // [passes, groups · steps, rows, 64], see `element`
   const float* input_unit;  // [tokens]
   void* outputs;            // one slice: bfloat16 [tokens, width]; else float [slices, tokens, width]
   int tokens, units, group_units, steps, total_steps, slices, passes;
 };
-
-// Four e4m3 codes to two fp16 pairs, times 2^-8. Each half of the word holds a code in place, sign in
-// bit 15 and the rest in 13..7, and one with its sign in bit 14 and the rest in 6..0.
-__device__ __forceinline__ void unpack(uint32_t w, uint32_t& a, uint32_t& b) {
-  a = w & 0xBF80BF80u;
-  b = ((w << 7) & 0x3F803F80u) | ((w << 1) & 0x80008000u);
-}
 
 template <int kTiles>
 __global__ void __launch_bounds__(kWarps * 32, 1) linear_kernel(const Arguments args) {
@@ -230,48 +220,6 @@ __global__ void __launch_bounds__(kWarps * 32, 1) linear_kernel(const Arguments 
   }
 }
 
-// A token a block: FP8 rounding in groups of 32, then fp16 times a power of two, in its pass.
-template <int kRows>
-__global__ void __launch_bounds__(kPrepareThreads, 2)
-    prepare_kernel(const __nv_bfloat16* x, int depth, __half* inputs, float* input_unit) {
-  __shared__ float most_by_warp[kPrepareThreads / 32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, token = blockIdx.x;
-  wait_for_previous();
-  let_next_begin();
-  const uint4* const row = reinterpret_cast<const uint4*>(x + static_cast<int64_t>(token) * depth);
-  float most = 0.f;
-  for (int at = threadIdx.x; at < depth / 8; at += kPrepareThreads) most = fmaxf(most, largest(row[at]));
-  most = warp_largest(most);
-  if (lane == 0) most_by_warp[warp] = most;
-  __syncthreads();
-  const float factor = storage_factor(warp_largest(most_by_warp[lane % (kPrepareThreads / 32)]));
-  for (int at = threadIdx.x; at < depth / 8; at += kPrepareThreads)
-    *reinterpret_cast<uint4*>(
-        inputs + element<kRows>(token / kRows, token % kRows, at * 8, depth / kChunkPositions)) =
-        rounded_positions(row[at], factor);
-  if (threadIdx.x == 0) input_unit[token] = 1.f / factor;
-}
-
-// Adds the slices in order: float [slices, tokens, width] -> bfloat16 [tokens, width].
-__global__ void __launch_bounds__(256)
-    add_slices_kernel(const float4* parts, const float* input_unit, int slices, int tokens, int width,
-                      uint2* out) {
-  wait_for_previous();
-  const int quads = width / 4;
-  const int64_t count = static_cast<int64_t>(tokens) * quads;
-  for (int64_t at = blockIdx.x * 256 + threadIdx.x; at < count; at += static_cast<int64_t>(gridDim.x) * 256) {
-    float4 sum = parts[at];
-    for (int slice = 1; slice < slices; ++slice) {
-      const float4 part = parts[slice * count + at];
-      sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
-    }
-    const float unit = input_unit[at / quads] * 256.0f;
-    const __nv_bfloat162 low = __floats2bfloat162_rn(sum.x * unit, sum.y * unit);
-    const __nv_bfloat162 high = __floats2bfloat162_rn(sum.z * unit, sum.w * unit);
-    out[at] = make_uint2(*reinterpret_cast<const uint32_t*>(&low), *reinterpret_cast<const uint32_t*>(&high));
-  }
-}
-
 template <int kTiles>
 cudaError_t run(const void* x, int depth, Arguments arguments, void* inputs, void* input_unit,
                 void* partial, void* out, cudaStream_t stream) {
@@ -283,7 +231,7 @@ cudaError_t run(const void* x, int depth, Arguments arguments, void* inputs, voi
     if (error != cudaSuccess) return error;
     allowed = true;
   }
-  cudaError_t error = launch_behind(prepare_kernel<S::kRows>, arguments.tokens, kPrepareThreads, 0,
+  cudaError_t error = launch_behind(prepare_kernel<S::kRows, false>, arguments.tokens, kPrepareThreads, 0,
                                     stream, static_cast<const __nv_bfloat16*>(x), depth,
                                     static_cast<__half*>(inputs), static_cast<float*>(input_unit));
   if (error != cudaSuccess) return error;
