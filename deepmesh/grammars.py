@@ -19,9 +19,9 @@ MAY_STOP_EARLY = frozenset({"tools"})  # before `start_after`: nothing was promi
 MAY_USE_MARKERS = frozenset({"tools", "calls"})
 
 MAX_TEXT_BYTES = 512 << 10
-# White space between the parts of a JSON text: a line end and an indentation, not a page of it.
-# A model that likes blanks would otherwise never come to the point.
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+# White space between two parts of a JSON text: a blank, or a line end and an indentation. A model
+# that likes blanks would otherwise never come to the point.
+WHITESPACE = r"(\x20|\x0D?\x0A[\x20\x09]{0,32})"
 
 _MAX_VERDICTS = 4096
 _verdicts: dict[bytes, str] = {}  # problems by hash of the grammar

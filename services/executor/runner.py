@@ -97,9 +97,7 @@ class ModelEngine:
             self._make_cache(order)
             if self._group is None:  # ranks that step together would have to measure together
                 torch.set_num_threads(self._config.executor.threads)
-                costs = measure_costs(
-                    self._model.config, self._model.forward, packed=self._packed
-                )
+                costs = measure_costs(self._model.config, self._model.forward, packed=self._packed)
                 self._capacity = msgspec.structs.replace(self._capacity, costs=costs)
             has_masks = self._masks is not None and self._masks.wait_ready()
             self._capacity = msgspec.structs.replace(self._capacity, has_masks=has_masks)
@@ -196,11 +194,11 @@ class ModelEngine:
         Rows whose mask is not there sample nothing, whatever it would have allowed.
         """
         masks = self._masks
-        if masks is None:
+        if masks is None or not live.masked.any():
             drawn = sample(logits, [slots.sample_row(s) for s in live.slots[asking].tolist()])
             return spread(drawn, asking, len(live.rows))
         states = masks.collect(live, slots)
-        may_draw = np.isin(states[asking], (MaskState.FREE, MaskState.MASK))
+        may_draw = (states[asking] == MaskState.FREE) | (states[asking] == MaskState.MASK)
         drawn = None
         if may_draw.any():
             if not may_draw.all():

@@ -322,6 +322,7 @@ def test_sixty_four_new_schemas_at_once(mesh: RunningMesh) -> None:
             "type": "object",
             "properties": {f"k{n}_{i}": {"enum": [n, i, True]} for i in range(4)},
             "required": [f"k{n}_{i}" for i in range(4)],
+            "additionalProperties": False,
         }
         body = {"model": mesh.model, "prompt": f"{n}", "guided_json": schema, "max_tokens": 100}
         bodies.append(("/v1/completions", body))

@@ -23,7 +23,8 @@ class Constraint:
         self._stops, self._ends = vocabulary.bits(stop_ids), vocabulary.ends(stop_ids)
         kind = order.grammar.kind
         self._may_stop_early = kind in MAY_STOP_EARLY
-        self._allowed = vocabulary.with_marker if kind in MAY_USE_MARKERS else vocabulary.plain
+        allowed = vocabulary.with_marker if kind in MAY_USE_MARKERS else vocabulary.plain
+        self._going_on = allowed & ~self._ends  # tokens that do not end the output
         self._marker = b"".join(
             vocabulary.bytes_of(token) for token in unpack_ids(order.grammar.start_after).tolist()
         )
@@ -76,7 +77,7 @@ class Constraint:
         if self._matcher.is_error():
             return MaskState.BROKEN
         # Where the output may end, every stop id may end it; elsewhere none, whatever it spells.
-        row &= self._allowed & ~self._ends
+        np.bitwise_and(row, self._going_on, out=row)
         is_whole = self._matcher.is_accepting()
         if not row.any():
             return MaskState.COMPLETE if is_whole else MaskState.BROKEN
