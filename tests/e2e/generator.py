@@ -117,6 +117,8 @@ class Generator:
     def _spoil(self, body: Json) -> None:
         """One thing wrong, or odd."""
         draw = self._random
+        if not body:
+            return
         odd = [None, [], {}, "", "x", -1, 0, 1.5, 10**30, True, [None], {"a": [1]}, [[[]]]]
         match draw.randint(0, 3):
             case 0:
