@@ -57,7 +57,8 @@ static bool are_halves(const float* x, int64_t stride, int64_t rows, int64_t inn
 
 // Whether tiles are the faster way for so many rows, if these are exact in bfloat16.
 static bool tiles_pay(int64_t rows, const Weight& w) {
-    return rows >= MIN_TILE_ROWS && w.kind != FP32 && tiles_ready();
+    const int64_t least = w.kind == BF16 ? 2 : w.kind == FP4 ? MIN_TILE_ROWS : 2 * MIN_TILE_ROWS;
+    return rows >= least && w.kind != FP32 && tiles_ready();
 }
 
 // Rows for a product: floats, or, if `tiles` is set, tiles of 16 rows of bfloat16 (see tiles.h).
@@ -110,13 +111,6 @@ INLINE void panel_rows(const float* const (&x)[R], const uint32_t* panel, int64_
     }
 }
 
-// Where results go: row r at out + r · stride, rounded to bfloat16 if asked for.
-struct Target {
-    float* out;
-    int64_t stride;
-    bool bf16;
-};
-
 template <Kind kind, int R>
 static void some_rows(const Rows& rows, int64_t first, const uint32_t* panel, int64_t groups,
                       const Target& to, int64_t width) {
@@ -125,7 +119,7 @@ static void some_rows(const Rows& rows, int64_t first, const uint32_t* panel, in
     F acc[R];
     panel_rows<kind, R>(x, panel, groups, acc);
     for (int r = 0; r < R; r++)
-        store_part(to.out + (first + r) * to.stride, to.bf16 ? round_bf16(acc[r]) : acc[r], width);
+        store_part(to.row(first + r), to.bf16 ? round_bf16(acc[r]) : acc[r], width);
 }
 template <Kind kind, int R>
 static void all_rows(const Rows& rows, int64_t first, int64_t count, const uint32_t* panel,
@@ -138,19 +132,17 @@ static void all_rows(const Rows& rows, int64_t first, int64_t count, const uint3
 
 // out[r, c] = row r · output 16 · first + c, of panels [first, end) only; no threads in here.
 static void multiply_panels(const Rows& x, int64_t rows, const Weight& w, int64_t first,
-                            int64_t end, float* out, int64_t stride, bool bf16) {
+                            int64_t end, const Target& out) {
     const Denormals flushed;
-    if (x.tiles) {
-        multiply_tiles(x.tiles, rows, w, first, end, out, stride, bf16);
-        return;
-    }
+    if (x.tiles) return multiply_tiles(x.tiles, rows, w, first, end, out);
     const int64_t groups = w.groups();
     // Unpacking once, for more rows than share it in registers; the bits are the same.
     const bool expands = has_scale(w.kind) && rows > MAX_ROWS;
     uint32_t* room = expands ? scratch<8, uint32_t>(groups * group_words(BF16)) : nullptr;
     for (int64_t panel = first; panel < end; panel++) {
         const int64_t width = w.outer - panel * LANES;
-        const Target to{out + (panel - first) * LANES, stride, bf16};
+        Target to = out;
+        to.data += (panel - first) * LANES;
         const uint32_t* data = w.panel(panel);
         if (expands) expand_panel(w, panel, room);
         if (expands)
@@ -164,4 +156,8 @@ static void multiply_panels(const Rows& x, int64_t rows, const Weight& w, int64_
         else
             all_rows<BF16, MAX_ROWS>(x, 0, rows, data, groups, to, width);
     }
+}
+static void multiply_panels(const Rows& x, int64_t rows, const Weight& w, int64_t first,
+                            int64_t end, float* out, int64_t stride, bool bf16) {
+    multiply_panels(x, rows, w, first, end, Target{out, stride, bf16});
 }

@@ -14,6 +14,7 @@
 
 constexpr int64_t TILE_ROWS = 16;
 constexpr int64_t TILE_HALVES = TILE_ROWS * GROUP;
+constexpr int64_t CACHED_GROUPS = 8;  // of two panels, while all rows pass by
 
 // Denormals are zeros while it lives, as they always are for tiles.
 class Denormals {
@@ -39,6 +40,15 @@ INLINE void store_halves(uint16_t* to, F a, F b) {
     for (int i = 0; i < LANES; i++) to[i] = ((U)a)[i] >> 16, to[LANES + i] = ((U)b)[i] >> 16;
 #endif
 }
+
+// Where results go, rounded to bfloat16 if asked for.
+struct Target {
+    float* data;
+    int64_t stride;
+    bool bf16;
+    const int64_t* index = nullptr;  // row r goes to the index[r]-th
+    float* row(int64_t r) const { return data + (index ? index[r] : r) * stride; }
+};
 
 // Halves of `rows` rows in tiles, and where in them row r begins; its groups are TILE_HALVES apart.
 INLINE int64_t tile_halves(int64_t rows, int64_t groups) {
@@ -68,16 +78,24 @@ static void configure_tiles(int64_t rows) {
     _tile_loadconfig(&config);
 }
 
-// M tiles of rows (1 or 2) times N panels (1 or 2); sums go to c, a tile after the other.
+// M tiles of rows (1 or 2, `step` apart) times N panels (1 or 2) over `count` groups, added to the
+// sums in c, or to zero: a tile after the other.
 template <int M, int N>
-static void tile_product(const uint16_t* a, const uint32_t* b0, const uint32_t* b1, int64_t groups,
-                         float* c) {
-    const uint16_t* a1 = a + groups * TILE_HALVES;
-    _tile_zero(0);
-    if (N > 1) _tile_zero(1);
-    if (M > 1) _tile_zero(2);
-    if (M > 1 && N > 1) _tile_zero(3);
-    for (int64_t g = 0; g < groups; g++) {
+static void tile_product(const uint16_t* a, int64_t step, const uint32_t* b0, const uint32_t* b1,
+                         int64_t count, bool from_zero, float* c) {
+    const uint16_t* a1 = a + (M > 1 ? step : 0);
+    if (from_zero) {
+        _tile_zero(0);
+        if (N > 1) _tile_zero(1);
+        if (M > 1) _tile_zero(2);
+        if (M > 1 && N > 1) _tile_zero(3);
+    } else {
+        _tile_loadd(0, c, 64);
+        if (N > 1) _tile_loadd(1, c + 256, 64);
+        if (M > 1) _tile_loadd(2, c + 512, 64);
+        if (M > 1 && N > 1) _tile_loadd(3, c + 768, 64);
+    }
+    for (int64_t g = 0; g < count; g++) {
         _tile_loadd(4, a + g * TILE_HALVES, 64);
         _tile_loadd(6, b0 + g * group_words(BF16), 64);
         _tile_dpbf16ps(0, 4, 6);
@@ -95,46 +113,55 @@ static void tile_product(const uint16_t* a, const uint32_t* b0, const uint32_t* 
     if (N > 1) _tile_stored(1, c + 256, 64);
     if (M > 1) _tile_stored(2, c + 512, 64);
     if (M > 1 && N > 1) _tile_stored(3, c + 768, 64);
-    asm volatile("" ::: "memory");  // the intrinsics do not say that they write
+}
+
+// One or two panels b, whose groups [first, first + count) stay in the level-1 cache meanwhile, times
+// all tiles of rows.
+static void tile_panels(const uint16_t* rows, int64_t row_tiles, const uint32_t* const (&b)[2],
+                        int64_t panels, int64_t groups, int64_t first, int64_t count, float* sums) {
+    const int64_t at = first * group_words(BF16), step = groups * TILE_HALVES;
+    for (int64_t tile = 0; tile < row_tiles; tile += 2) {
+        const uint16_t* a = rows + tile * step + first * TILE_HALVES;
+        float* c = sums + tile * 512;
+        const bool two = tile + 1 < row_tiles, fresh = first == 0;
+        if (two && panels == 2)
+            tile_product<2, 2>(a, step, b[0] + at, b[1] + at, count, fresh, c);
+        else if (two)
+            tile_product<2, 1>(a, step, b[0] + at, nullptr, count, fresh, c);
+        else if (panels == 2)
+            tile_product<1, 2>(a, step, b[0] + at, b[1] + at, count, fresh, c);
+        else
+            tile_product<1, 1>(a, step, b[0] + at, nullptr, count, fresh, c);
+    }
 }
 
 static void multiply_tiles(const uint16_t* rows_in, int64_t rows, const Weight& w, int64_t first,
-                           int64_t end, float* out, int64_t stride, bool bf16) {
+                           int64_t end, const Target& out) {
     const int64_t groups = w.groups(), row_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     const int64_t size = groups * group_words(BF16);
     const bool expands = has_scale(w.kind);
     uint32_t* room = expands ? scratch<8, uint32_t>(2 * size) : nullptr;
-    alignas(64) float sums[4 * 256];
+    float* sums = scratch<9, float>(row_tiles * 512);
+    const int64_t count = row_tiles > 2 ? CACHED_GROUPS : groups;
     configure_tiles(rows < TILE_ROWS ? rows : TILE_ROWS);
     for (int64_t panel = first; panel < end; panel += 2) {
         const int64_t panels = end - panel < 2 ? 1 : 2;
-        const uint32_t* b[2] = {w.panel(panel), w.panel(panel) + size};
+        const uint32_t* b[2] = {w.panel(panel), w.panel(panel) + (expands ? 0 : size)};
         if (expands)
             for (int64_t i = 0; i < panels; i++) {
-                b[i] = room + i * size;
                 expand_panel(w, panel + i, room + i * size);
+                b[i] = room + i * size;
             }
-        asm volatile("" ::: "memory");  // the intrinsics do not say that they read
-        for (int64_t tile = 0; tile < row_tiles; tile += 2) {
-            const bool two = tile + 1 < row_tiles;
-            const uint16_t* a = rows_in + tile * groups * TILE_HALVES;
-            if (two && panels == 2)
-                tile_product<2, 2>(a, b[0], b[1], groups, sums);
-            else if (two)
-                tile_product<2, 1>(a, b[0], nullptr, groups, sums);
-            else if (panels == 2)
-                tile_product<1, 2>(a, b[0], b[1], groups, sums);
-            else
-                tile_product<1, 1>(a, b[0], nullptr, groups, sums);
-            const int64_t first_row = tile * TILE_ROWS;
-            const int64_t count = std::min<int64_t>(rows - first_row, two ? 2 * TILE_ROWS : TILE_ROWS);
-            for (int64_t r = 0; r < count; r++)
-                for (int64_t i = 0; i < panels; i++) {
-                    const F v = load(sums + r / TILE_ROWS * 512 + i * 256 + r % TILE_ROWS * LANES);
-                    store_part(out + (first_row + r) * stride + (panel - first + i) * LANES,
-                               bf16 ? round_bf16(v) : v, w.outer - (panel + i) * LANES);
-                }
-        }
+        asm volatile("" ::: "memory");  // the tile intrinsics do not say that they read and write
+        for (int64_t g = 0; g < groups; g += count)
+            tile_panels(rows_in, row_tiles, b, panels, groups, g, std::min(count, groups - g), sums);
+        asm volatile("" ::: "memory");
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t i = 0; i < panels; i++) {
+                const F v = load(sums + r / TILE_ROWS * 512 + i * 256 + r % TILE_ROWS * LANES);
+                store_part(out.row(r) + (panel - first + i) * LANES, out.bf16 ? round_bf16(v) : v,
+                           w.outer - (panel + i) * LANES);
+            }
     }
     _tile_release();
 }
@@ -142,7 +169,7 @@ static void multiply_tiles(const uint16_t* rows_in, int64_t rows, const Weight& 
 #else
 
 static bool tiles_ready() { return false; }
-static void multiply_tiles(const uint16_t*, int64_t, const Weight&, int64_t, int64_t, float*,
-                           int64_t, bool) {}
+static void multiply_tiles(const uint16_t*, int64_t, const Weight&, int64_t, int64_t,
+                           const Target&) {}
 
 #endif

@@ -58,10 +58,13 @@ INLINE U load_words(const uint32_t* p) {
     return v;
 }
 INLINE F load_scales(const uint8_t* p) {
-    typedef uint8_t B __attribute__((vector_size(16)));
-    B bytes;
-    std::memcpy(&bytes, p, 16);
-    return (F)(__builtin_convertvector(bytes, U) << 23);
+    U bytes;
+#if defined(__AVX512F__)
+    bytes = (U)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+#else
+    for (int i = 0; i < LANES; i++) bytes[i] = p[i];
+#endif
+    return (F)(bytes << 23);
 }
 
 // The values of 16 codes in the low four bits.
@@ -168,6 +171,29 @@ INLINE void expand_group(const uint32_t* group, const uint8_t* scales, uint32_t*
                 x = _mm512_mask_add_epi16(x, some, x, power);
                 _mm512_storeu_si512(to + (4 * v + j) * LANES, x);
             }
+        }
+        return;
+    }
+    if (kind == FP8) {  // normal codes by shifts, the few small ones by table
+        alignas(64) static const uint16_t small[32] = {0x0000, 0x3b00, 0x3b80, 0x3bc0,
+                                                       0x3c00, 0x3c20, 0x3c40, 0x3c60};
+        const __m512i table = _mm512_load_si512(small), sizes = _mm512_set1_epi16(127);
+        const U add = ((U)load_scales(scales) >> 16) - ((127u + E4M3_SHIFT) << 7);
+        const __m512i power = (__m512i)((add & 0xffffu) | (add << 16));
+        const __m512i bias = _mm512_add_epi16(power, _mm512_set1_epi16((127 - 7) << 7));
+        for (int64_t p = 0; p < PAIRS; p++) {
+            const __m256i row = _mm256_loadu_si256((const __m256i*)(group + p * LANES / 2));
+            const __m512i codes = _mm512_cvtepu8_epi16(row), size = _mm512_and_si512(codes, sizes);
+            __m512i x = _mm512_add_epi16(_mm512_slli_epi16(size, 4), bias);
+            const __mmask32 few = _mm512_cmplt_epu16_mask(size, _mm512_set1_epi16(8));
+            if (few) {
+                const __mmask32 some = few & _mm512_test_epi16_mask(size, size);
+                x = _mm512_mask_permutexvar_epi16(x, few, size, table);
+                x = _mm512_mask_add_epi16(x, some, x, power);
+            }
+            const __m512i sign = _mm512_slli_epi16(codes, 8);  // and its lower bits, not taken
+            x = _mm512_ternarylogic_epi32(x, sign, _mm512_set1_epi16((int16_t)0x8000), 0xf8);
+            _mm512_storeu_si512(to + p * LANES, x);
         }
         return;
     }

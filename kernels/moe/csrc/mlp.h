@@ -42,8 +42,10 @@ struct Part {
 
     int64_t cost() const { return rows * mlp.w2.inner; }
     float share(int64_t r) const { return order ? shares[order[r]] : 1.0f; }
-    float* out_row(int64_t r) const {
-        return out + (order ? order[r] : first_row + r) * mlp.w2.outer;
+    // Column `c` of the rows' results.
+    Target target(int64_t c) const {
+        const int64_t width = mlp.w2.outer;
+        return {out + (order ? 0 : first_row) * width + c, width, mlp.bf16, order};
     }
     int64_t input_halves() const { return tile_halves(rows, mlp.w13.groups()); }
     int64_t middle_halves() const { return tile_halves(rows, mlp.w2.groups()); }
@@ -127,11 +129,6 @@ static void gate_up(const Part& part, int64_t first, int64_t end) {
 
 // Panels [first, end) of the second product, to where the rows belong.
 static void down(const Part& part, int64_t first, int64_t end) {
-    const Mlp& e = part.mlp;
-    const int64_t width = std::min((end - first) * LANES, e.w2.outer - first * LANES);
-    float* results = scratch<7, float>(part.rows * width);
     const Rows in{part.middle.rows, part.middle.stride, nullptr, part.middle.tiles};
-    multiply_panels(in, part.rows, e.w2, first, end, results, width, e.bf16);
-    for (int64_t r = 0; r < part.rows; r++)
-        std::memcpy(part.out_row(r) + first * LANES, results + r * width, width * sizeof(float));
+    multiply_panels(in, part.rows, part.mlp.w2, first, end, part.target(first * LANES));
 }
