@@ -8,6 +8,7 @@ from deepmesh import __version__
 from deepmesh.cli.batch import batch
 from deepmesh.cli.bench import bench
 from deepmesh.cli.chat import chat
+from deepmesh.cli.check import check
 from deepmesh.cli.demo import demo
 from deepmesh.cli.doctor import doctor
 from deepmesh.cli.keys import keys
@@ -38,11 +39,12 @@ app.command()(pause)
 app.command()(resume)
 app.command()(keys)
 app.command()(simulate)
-app.command(
-    context_settings=dict[str, bool | list[str]](
-        allow_extra_args=True, ignore_unknown_options=True, help_option_names=[]
-    )
-)(bench)
+for passes_options_on in (bench, check):
+    app.command(
+        context_settings=dict[str, bool | list[str]](
+            allow_extra_args=True, ignore_unknown_options=True, help_option_names=[]
+        )
+    )(passes_options_on)
 
 model = typer.Typer(help="Look at checkpoints, or make one.", no_args_is_help=True)
 model.command()(inspect)

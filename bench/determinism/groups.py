@@ -1,0 +1,224 @@
+"""The groups of the check: what is varied in each, while every request must stay the same."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from bench.determinism.engines import KeptEngine
+from bench.determinism.faults import FaultyEngine, seed_by_slot
+from bench.determinism.jobs import Job
+from bench.determinism.outputs import Output
+from bench.determinism.rig import Rig
+from deepmesh.config import Config, ExecutorConfig, MeshConfig, SchedulerConfig
+
+Outputs = dict[int, Output]
+DEPTHS: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
+MAX_ROWS = 64
+MAX_LEN = 512
+MOST_LOSSES = 6
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the check runs on."""
+
+    model: Path
+    run_dir: Path
+    jobs: Sequence[Job] = ()
+    numerics: str = "bf16"
+    fault: str = ""
+
+    def config(self, *, threads: int = 1, ranks: int = 1) -> Config:
+        """Of the executors."""
+        return Config(
+            mesh=MeshConfig(run_dir=str(self.run_dir), model=str(self.model), log_level="error"),
+            scheduler=scheduler_config(),
+            executor=ExecutorConfig(threads=threads, ranks=ranks),
+        )
+
+
+def scheduler_config(depth: Literal[1, 2, 3] = 2, *, prefix_cache: bool = False) -> SchedulerConfig:
+    """Small steps and chunks: prompts are cut, and share steps with decode rows."""
+    return SchedulerConfig(
+        depth=depth,
+        max_rows=MAX_ROWS,
+        step_tokens=384,
+        chunk_tokens=256,
+        max_model_len=MAX_LEN,
+        prefix_cache=prefix_cache,
+        hang_s=600.0,
+    )
+
+
+class Groups:
+    """Runs the jobs in each way. One engine serves all rigs but those that need their own."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._engines: list[KeptEngine] = []
+        self._engine = self._make_engine(setting.config())
+        self._numbered = list(enumerate(setting.jobs))
+
+    def close(self) -> None:
+        """Give all engines back."""
+        for engine in self._engines:
+            engine.end()
+
+    def all(self) -> dict[str, Callable[[], list[Outputs]]]:
+        """By name, in the order in which they run. A group may run the jobs several times."""
+        return {
+            "alone": lambda: [self.alone()],
+            "in_flight_8": lambda: [self._crowd(8)],
+            "in_flight_64": lambda: [self._crowd(64)],
+            "shuffled": self._shuffled,
+            **{f"depth_{depth}": lambda d=depth: [self._run(16, depth=d)] for depth in DEPTHS},
+            "cache_cold_and_warm": self._cold_and_warm,
+            "preempted_at_every_position": self._preempted,
+            "executor_restart": self._restarted,
+            "threads_2": self._two_threads,
+            "ranks_2": self._two_ranks,
+        }
+
+    def alone(self) -> Outputs:
+        """One request at a time, on an engine that has nothing else to do."""
+        return self._run(1)
+
+    # ------------------------------------------------------------ groups
+
+    def _crowd(self, in_flight: int) -> Outputs:
+        """So many at once, the same jobs again and again where there are not as many."""
+        count = len(self._numbered)
+        copies = -(-in_flight // count)
+        jobs = [(i + copy * count, job) for copy in range(copies) for i, job in self._numbered]
+        return self._run(in_flight, jobs=jobs)
+
+    def _shuffled(self) -> list[Outputs]:
+        jobs = list(self._numbered)
+        random.Random(5).shuffle(jobs)
+        return [self._run(24, jobs=jobs)]
+
+    def _cold_and_warm(self) -> list[Outputs]:
+        """The second time all prefixes are there, and what the first has generated."""
+        with self._rig(scheduler_config(prefix_cache=True)) as rig:
+            cold = rig.run(self._numbered, 16)
+            warm = rig.run(self._numbered, 16)
+            assert rig.core.stats().cached_prompt_tokens > 0, "nothing was served from the cache"
+        return [cold, warm]
+
+    def _preempted(self) -> list[Outputs]:
+        """Once with the prefix cache and once without; see `Preemption`."""
+        runs: list[Outputs] = []
+        for prefix_cache in (False, True):
+            preempt = Preemption(self._setting.jobs)
+            with self._rig(scheduler_config(1, prefix_cache=prefix_cache)) as rig:
+                runs.append(rig.run(self._numbered, 32, preempt))
+            preempt.check()
+        return runs
+
+    def _restarted(self) -> list[Outputs]:
+        """The executor dies in the middle, again and again, and takes all KV with it."""
+        spare = iter([self._make_engine(self._setting.config())])  # loads its weights anew
+        every = max(6, self._setting.jobs[0].generate.max_tokens // 3)
+        losses = 0
+
+        def lose(rig: Rig) -> None:
+            nonlocal losses
+            if rig.num_steps >= (losses + 1) * every and losses < MOST_LOSSES:
+                losses += 1
+                rig.lose_executor(0, next(spare, None))
+
+        with self._rig(scheduler_config()) as rig:
+            outputs = rig.run(self._numbered, 48, lose)
+        assert losses, "the run ended before the executor was lost"
+        return [outputs]
+
+    def _two_threads(self) -> list[Outputs]:
+        engine = self._make_engine(self._setting.config(threads=2))
+        with self._rig(scheduler_config(), [engine]) as rig:
+            return [rig.run(self._numbered, 16)]
+
+    def _two_ranks(self) -> list[Outputs]:
+        """Experts on two ranks, requests spread over both."""
+        config = self._setting.config(ranks=2)
+        engines = [self._make_engine(config) for _ in range(2)]
+        with self._rig(scheduler_config(), engines) as rig:
+            return [rig.run(self._numbered, 32)]
+
+    # ------------------------------------------------------------ inside
+
+    def _run(
+        self,
+        in_flight: int,
+        *,
+        depth: Literal[1, 2, 3] = 2,
+        jobs: list[tuple[int, Job]] | None = None,
+    ) -> Outputs:
+        with self._rig(scheduler_config(depth)) as rig:
+            return rig.run(jobs or self._numbered, in_flight)
+
+    @contextmanager
+    def _rig(
+        self, config: SchedulerConfig, engines: Sequence[KeptEngine] | None = None
+    ) -> Iterator[Rig]:
+        setting = self._setting
+        rig = Rig(
+            engines or [self._engine],
+            config,
+            model=str(setting.model),
+            numerics=setting.numerics,
+            on_step=seed_by_slot if setting.fault == "seed" else lambda step: step,
+        )
+        try:
+            yield rig
+        finally:
+            rig.close()
+
+    def _make_engine(self, config: Config) -> KeptEngine:
+        is_faulty = self._setting.fault not in ("", "seed")
+        engine = FaultyEngine(config, self._setting.fault) if is_faulty else KeptEngine(config)
+        self._engines.append(engine)
+        return engine
+
+
+class Preemption:
+    """Takes the blocks of requests away at chosen positions, when nothing of them is in flight."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        """The first request loses them behind each of its output tokens, the others behind one,
+        each behind another; chunked prompts also between two chunks."""
+        self._at: list[set[int]] = []
+        for index, job in enumerate(jobs):
+            last = job.generate.max_tokens - 1
+            self._at.append(set(range(1, last + 1)) if index == 0 else {1 + index % last})
+        self._wanted = {at for positions in self._at for at in positions}
+        self._seen: set[int] = set()
+        self._cut: set[int] = set()
+
+    def __call__(self, rig: Rig) -> None:
+        engine = rig.core.engine
+        if engine is None:
+            return
+        table = engine.residency.table
+        for request in list(rig.core.registry.live.values()):
+            slot = request.slot
+            if slot < 0 or table.inflight_rows[slot]:
+                continue
+            index = rig.index_of(request.generate.rid)
+            output = int(table.confirmed[slot]) - request.prompt_len
+            if output in self._at[index]:
+                self._at[index].discard(output)
+                self._seen.add(output)
+            elif not output and table.confirmed_kv[slot] > 0 and index not in self._cut:
+                self._cut.add(index)
+            else:
+                continue
+            engine.watermark.preempt(request)
+
+    def check(self) -> None:
+        """Every position had its turn."""
+        missed = sorted(self._wanted - self._seen)
+        assert not missed, f"nobody was preempted behind output tokens {missed}"
+        assert self._cut, "nobody was preempted within a prompt"

@@ -1,0 +1,165 @@
+"""The scheduler's core and executors with the real model in one process, without links."""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from bench.determinism.jobs import Job
+from bench.determinism.outputs import Output
+from deepmesh.config import SchedulerConfig
+from deepmesh.wire.messages import (
+    Failed,
+    Finished,
+    Load,
+    Reset,
+    SubmitStep,
+    TokenBatch,
+)
+from services.executor.interface import Engine
+from services.executor.stream import StreamExecutor
+from services.scheduler.core.events import (
+    Event,
+    ExecutorDown,
+    ExecutorUp,
+    Mail,
+    Send,
+    Tick,
+    TokenizerUp,
+)
+from services.scheduler.core.scheduler import Scheduler
+
+WAIT_S = 120.0  # for any result: whoever waits so long has found a hang
+TOKENIZER = "tokenizer-0"
+_numbers = itertools.count(1)  # of requests, over all rigs
+_epochs = itertools.count(1)
+
+Hook = Callable[["Rig"], None]
+MakeStep = Callable[[SubmitStep], SubmitStep]
+
+
+class Rig:
+    """One group of executors under one scheduler, for as many runs as wanted."""
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        config: SchedulerConfig,
+        *,
+        model: str,
+        numerics: str,
+        on_step: MakeStep = lambda step: step,
+    ) -> None:
+        """`on_step` sees each step on its way to the device: planted faults."""
+        self.core = Scheduler(
+            config,
+            name="scheduler-0",
+            model=model,
+            numerics=numerics,
+            ranks=len(engines),
+            first_epoch=next(_epochs) << 8,  # engines outlive rigs
+        )
+        self._engines = list(engines)
+        self._on_step = on_step
+        self._bell = threading.Semaphore(0)
+        self._executors: list[StreamExecutor] = []
+        self.outputs: dict[int, Output] = {}  # of this run, by index of the job
+        self.num_steps = 0
+        self._job_of: dict[bytes, int] = {}
+        self._feed(TokenizerUp(TOKENIZER, b"check"))
+        for rank in range(len(engines)):
+            self._start(rank)
+
+    def close(self) -> None:
+        """End the executors; engines keep their weights."""
+        for executor in self._executors:
+            executor.close()
+
+    def run(
+        self, jobs: Sequence[tuple[int, Job]], in_flight: int, hook: Hook = lambda rig: None
+    ) -> dict[int, Output]:
+        """All jobs, given with their indices, so many at once, in this order.
+
+        `hook` is called whenever results have been applied and no new step has been planned.
+        """
+        self.outputs, self._job_of = {}, {}
+        waiting = list(reversed(jobs))
+        while waiting or self._num_open:
+            while waiting and self._num_open < in_flight:
+                self._ask(*waiting.pop())
+            self._feed(Tick())
+            if self._num_open and not self._poll():
+                assert self._bell.acquire(timeout=WAIT_S), "no result: the device hangs"
+            hook(self)
+        return self.outputs
+
+    def index_of(self, rid: bytes) -> int:
+        """Which job a request is."""
+        return self._job_of[rid]
+
+    def lose_executor(self, rank: int, engine: Engine | None = None) -> None:
+        """An executor dies with all KV, and another one takes over, on `engine` if it is given."""
+        self._executors[rank].close()
+        self._feed(ExecutorDown(_peer(rank), rank))
+        if engine is not None:
+            self._engines[rank] = engine
+        self._start(rank)
+
+    # ------------------------------------------------------------ inside
+
+    @property
+    def _num_open(self) -> int:
+        return sum(output.end is None for output in self.outputs.values())
+
+    def _ask(self, index: int, job: Job) -> None:
+        message = job.message(next(_numbers))
+        self.outputs[index], self._job_of[message.rid] = Output(), index
+        self._feed(Mail(TOKENIZER, message))
+
+    def _start(self, rank: int) -> None:
+        executor = StreamExecutor(self._engines[rank], on_result=self._bell.release)
+        if rank < len(self._executors):
+            self._executors[rank] = executor
+        else:
+            self._executors.append(executor)
+        self._feed(ExecutorUp(_peer(rank), rank))
+
+    def _poll(self) -> bool:
+        """Feed the results that are there; whether there were any."""
+        found = False
+        for rank, executor in enumerate(self._executors):
+            while (result := executor.poll(0.0)) is not None:
+                found = True
+                self._feed(Mail(_peer(rank), result))
+        return found
+
+    def _feed(self, event: Event) -> None:
+        for action in self.core.handle(event, time.time_ns()):
+            if isinstance(action, Send):
+                self._carry(action)
+
+    def _carry(self, send: Send) -> None:
+        match send.message:
+            case SubmitStep() as step:
+                self.num_steps += 1
+                self._executors[_rank(send.peer)].submit(self._on_step(step))
+            case Load() as order:
+                rank = _rank(send.peer)
+                self._feed(Mail(send.peer, self._executors[rank].load(order)))
+            case Reset(engine_epoch=epoch):
+                self._executors[_rank(send.peer)].reset(epoch)
+            case TokenBatch(rows=rows):
+                for row in rows:
+                    self.outputs[self._job_of[row.rid]].take(row)
+            case Finished(rid=rid) | Failed(rid=rid) as end:
+                self.outputs[self._job_of[rid]].end = end
+            case _:
+                pass  # Accepted; there is no kvstore to talk to
+
+
+def _peer(rank: int) -> str:
+    return f"executor-0-{rank}"
+
+
+def _rank(peer: str) -> int:
+    return int(peer.rsplit("-", 1)[1])
