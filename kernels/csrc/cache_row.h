@@ -58,10 +58,25 @@ INLINE I e2m1_code(F x) {
     const I small = __builtin_convertvector(vmin(size, splat(1.0f)) * 2.0f, I);
     return either((I)(size < 1.0f), small, large) | ((I)x >> 28 & 8);
 }
+// Sixteen whole numbers, each in a lane of its own. The compiler takes bytes apart one by one.
 INLINE I load_bytes(const uint8_t* p) {
+#if defined(__AVX512F__)
+    return (I)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+#else
     Bytes16 bytes;
     std::memcpy(&bytes, p, 16);
     return __builtin_convertvector(bytes, I);
+#endif
+}
+INLINE U load_halves(const uint16_t* p) {
+#if defined(__AVX512F__)
+    return (U)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+#else
+    typedef uint16_t Half __attribute__((vector_size(32)));
+    Half halves;
+    std::memcpy(&halves, p, 32);
+    return __builtin_convertvector(halves, U);
+#endif
 }
 INLINE void store_bytes(uint8_t* p, I values) {
     const Bytes16 bytes = __builtin_convertvector(values, Bytes16);
@@ -158,10 +173,15 @@ INLINE void unpack_row(const uint8_t* row, int64_t dim, RowFormat format, float*
 
 typedef uint16_t H __attribute__((vector_size(64)));  // bfloat16, which holds all these values
 INLINE H e4m3_halves(const uint8_t* codes, uint8_t scale) {
+#if defined(__AVX512BW__)
+    const H code = (H)_mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)codes));
+#else
     typedef uint8_t Bytes32 __attribute__((vector_size(32)));
     Bytes32 bytes;
     std::memcpy(&bytes, codes, 32);
-    const H code = __builtin_convertvector(bytes, H), size = code & 0x7f;
+    const H code = __builtin_convertvector(bytes, H);
+#endif
+    const H size = code & 0x7f;
     const H subnormal{0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
     const uint16_t power = (uint16_t)((scale - 127) * 128);
     const H small = __builtin_shuffle(subnormal, size & 7) + power;

@@ -15,6 +15,7 @@ from torch import Tensor
 from kernels import native
 
 MAX_WORDS = 28  # arguments of an operation
+FAMILIES = ("step", "quant", "moe", "mhc", "engram", "attention")  # of operations recorded
 _HEAD = 4  # words of a call before its arguments
 _MASK = (1 << 64) - 1
 
@@ -31,6 +32,11 @@ class Reference:
 
 
 Argument = int | float | Tensor | Reference | None
+
+
+def can_record() -> bool:
+    """Whether all families of native kernels are there."""
+    return all(native.library(family) is not None for family in FAMILIES)
 
 
 class Program:
@@ -99,7 +105,7 @@ class Program:
                 part()
 
     def timed(self, repetitions: int) -> list[tuple[str, float]]:
-        """Run so often; microseconds of each call, pauses left out."""
+        """Run so often; microseconds of CPU of each call in this thread, pauses left out."""
         self._close()
         spent = np.zeros(len(self._calls), np.int64)
         start, size = self._table.ctypes.data, self._table.strides[0]

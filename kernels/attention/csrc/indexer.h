@@ -32,7 +32,7 @@ template <class Slot>
 INLINE void score_keys(const IndexQueries& q, const RowPool& pool, int64_t count, const Slot& slot,
                        float* scores, int64_t stride) {
     const int64_t rows = q.tokens * q.heads;
-    const bool may_tile = tiles_ready() && rows >= MIN_TILE_ROWS && are_halves(q.rows, q.dim, rows, q.dim);
+    const bool may_tile = tiles_ready() && are_halves(q.rows, q.dim, rows, q.dim);
     float* products = scratch<3, float>(rows * KEY_TILE);
     for (int64_t first = 0; first < count; first += KEY_TILE) {
         const int64_t some = std::min(KEY_TILE, count - first);

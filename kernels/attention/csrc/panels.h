@@ -23,13 +23,6 @@ INLINE void transpose(U (&x)[LANES]) {
         std::memcpy(x, y, sizeof(y));
     }
 }
-INLINE U load_pair(const uint16_t* even, const uint16_t* odd) {  // sixteen words of two halves
-    typedef uint16_t Half __attribute__((vector_size(32)));
-    Half low, high;
-    std::memcpy(&low, even, 32), std::memcpy(&high, odd, 32);
-    return __builtin_convertvector(low, U) | __builtin_convertvector(high, U) << 16;
-}
-
 // [count, inner], zeros behind each row up to whole groups of 32.
 struct Operand {
     int64_t count, inner;
@@ -86,8 +79,9 @@ struct Operand {
             for (int64_t r = 0; r < whole_groups(count); r += 2, to += LANES * (tiles ? 1 : 2)) {
                 const int64_t g = c / GROUP, at = c % GROUP;
                 if (tiles) {
-                    const U both = load_pair(r < count ? halves(r, g) + at : zeros,
-                                             r + 1 < count ? halves(r + 1, g) + at : zeros);
+                    const U even = load_halves(r < count ? halves(r, g) + at : zeros);
+                    const U odd = load_halves(r + 1 < count ? halves(r + 1, g) + at : zeros);
+                    const U both = even | odd << 16;
                     std::memcpy(to, &both, 64);
                 } else {
                     store((float*)to, r < count ? load(row(r) + c) : F{});

@@ -9,6 +9,7 @@ from kernels import native
 from kernels.comm.comm import Alone, Exchange
 from kernels.mhc.streams import MAX_STREAMS, collapse, collapse_norm
 from kernels.quant.linear import Kind, linear
+from kernels.step.program import can_record
 from services.executor.batch import StepBatch
 from services.executor.kv_cache import KvCache
 from services.executor.model_config import ModelConfig
@@ -80,15 +81,14 @@ class DeepseekV41:
         if cache.packed != self._num.rounds_caches:
             kept = "packed rows" if cache.packed else "plain floats"
             raise ValueError(f"numerics {self.numerics}: the cache holds {kept}")
-        library = native.library("step")
-        is_native = self.weights.head.kind is not Kind.PLAIN and library is not None
+        is_native = self.weights.head.kind is not Kind.PLAIN and can_record()
         if tap is not None or not is_native or self.config.hc_mult > MAX_STREAMS:
             return self._forward(batch, cache, tap)
         program = self._program
         if (
             program is None
             or program.cache is not cache
-            or program.library is not library
+            or program.library is not native.library("step")
             or program.max_tokens < batch.num_tokens
         ):
             program = self._program = StepProgram(

@@ -90,6 +90,19 @@ class StepProgram:
 
     def run(self, batch: StepBatch) -> StepOutput:
         """See `DeepseekV41.forward`."""
+        output = self._fill(batch)
+        self.program.run()
+        return output
+
+    def timed(self, batch: StepBatch, repetitions: int) -> list[tuple[str, float]]:
+        """Microseconds of CPU of each operation of the step in this thread, in their order."""
+        output = self._fill(batch)
+        spent = self.program.timed(repetitions)
+        del output  # it was written to until here
+        return spent
+
+    def _fill(self, batch: StepBatch) -> StepOutput:
+        """Counts and addresses of this step; the output that the program writes to."""
         config, num_tokens = self._config, batch.num_tokens
         assert num_tokens <= self.max_tokens
         num_features = len(config.dspark_target_layer_ids) * config.hidden_size
@@ -123,7 +136,6 @@ class StepProgram:
             row_of=self._row_of.data_ptr(),
             ending=self._ending.data_ptr(),
         )
-        self.program.run()
         return StepOutput(logits, features)
 
     # ------------------------------------------------------------ recording
