@@ -1,4 +1,4 @@
-"""Attention, indexer and seam kernels on a GPU beside what they must read.
+"""Attention, indexer, seam and router kernels on a GPU beside what they must read.
 
 `make bench NAME=gpu_attention ARGS=--json`. Shapes of V4.1-Flash, one layer. Each timing replays a
 CUDA graph over several sets of inputs. The floor is the larger of two times: what must be
@@ -26,8 +26,10 @@ from kernels.attention.packed_rows import (
 )
 from kernels.attention.select_cuda import candidate_blocks_decode, top_k_decode
 from kernels.attention.sparse_cuda import BLOCK_HEADS, sparse_attention_decode
+from kernels.attention.store_rows_cuda import PackedFormat, store_rows_decode
 from kernels.mhc.mix import HyperMix
 from kernels.mhc.seam_cuda import CLUSTER_TOKENS, pack_seam, seam
+from kernels.moe.gate_cuda import route_decode
 from kernels.quant.rounding_ref import round_fp4_ue8m0_ref
 
 HEADS, DIM, WINDOW, TOP_K, HIDDEN = 64, 512, 128, 512, 5120
@@ -244,10 +246,40 @@ def seam_cases(rates: Rates, batches: list[int], variants: bool) -> list[Case]:
     return cases
 
 
+def small_cases(rates: Rates, batches: list[int]) -> list[Case]:
+    """Router, and window rows into their slots."""
+    gates = [torch.randn(384, HIDDEN, device="cuda").bfloat16() for _ in range(20)]  # 79 MB
+    bias = torch.zeros(384, device="cuda")
+    pool = pack_window_rows(torch.zeros(1 << 16, DIM, device="cuda"))
+    cases: list[Case] = []
+    for batch in batches:
+        x = torch.randn(batch, HIDDEN, device="cuda").bfloat16()
+        times = graph_us(
+            lambda at, x=x: route_decode(x, gates[at], bias, 6, scaling=1.5), len(gates)
+        )
+        moved, flops = gates[0].numel() * 2 + batch * HIDDEN * 2, 2 * batch * gates[0].numel()
+        case = rates.case("route", f"B={batch}", times, moved, flops)
+        logits_us = graph_us(lambda at, x=x: x @ gates[at].mT, len(gates))[0]
+        case["peers"] = {"torch bf16, logits alone": round(logits_us, 2)}
+        cases.append(say(case))
+        rows = torch.randn(batch, DIM, device="cuda").bfloat16()
+        angles = torch.rand(batch, 32, device="cuda")
+        rope, norm = (angles.cos(), angles.sin()), torch.ones(DIM, device="cuda")
+        slots = torch.randperm(1 << 16, device="cuda")[:batch].int()
+        times = graph_us(
+            lambda _, rows=rows, rope=rope, slots=slots, norm=norm: store_rows_decode(
+                rows, rope, pool, slots, PackedFormat.WINDOW, norm=norm, eps=1e-20
+            ),
+            32,
+        )
+        cases.append(say(rates.case("store_rows", f"B={batch}", times, batch * 1552, 0)))
+    return cases
+
+
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--op", choices=["attention", "index", "seam"], action="append")
+    parser.add_argument("--op", choices=["attention", "index", "seam", "small"], action="append")
     parser.add_argument("--batch", type=int, action="append")
     parser.add_argument("--variants", action="store_true", help="every division into blocks")
     parser.add_argument("--json", action="store_true")
@@ -263,6 +295,7 @@ def main() -> int:
         "attention": lambda: attention_cases(rates, batches, arguments.variants),
         "index": lambda: index_cases(rates, shapes),
         "seam": lambda: seam_cases(rates, batches, arguments.variants),
+        "small": lambda: small_cases(rates, batches),
     }
     cases: list[Case] = []
     for op in arguments.op or list(work):
