@@ -13,7 +13,7 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kSlices = 8;
 constexpr int kExperts = 16;     // of a block
-constexpr int kMaxOwn = 32;      // experts of a lane
+constexpr int kAhead = 3;        // blocks of 32 inputs that a warp reads at once
 constexpr int kChooseWarps = 4;  // a row each
 
 struct Arguments {
@@ -40,19 +40,29 @@ __global__ void __launch_bounds__(kWarps * 32) logits_kernel(const Arguments arg
   let_next_begin();
   wait_for_previous();
   float sum[kTiles][4] = {};
-  for (int block = begin; block < end; ++block) {
-    const uint4 a = __ldg(reinterpret_cast<const uint4*>(weight + block * 32));
-    const uint4 b = __ldg(reinterpret_cast<const uint4*>(weight + 8 * args.hidden + block * 32));
-    uint4 x[kTiles];
+  for (int first = begin; first < end; first += kAhead) {
+    uint4 a[kAhead], b[kAhead], x[kAhead][kTiles];
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      const int64_t row = min(first_row + n * 8 + g, args.rows - 1);
-      x[n] = *reinterpret_cast<const uint4*>(args.x + row * args.hidden + block * 32 + 8 * q);
+    for (int ahead = 0; ahead < kAhead; ++ahead) {
+      const int at = min(first + ahead, end - 1) * 32;
+      a[ahead] = __ldg(reinterpret_cast<const uint4*>(weight + at));
+      b[ahead] = __ldg(reinterpret_cast<const uint4*>(weight + 8 * args.hidden + at));
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        const int64_t row = min(first_row + n * 8 + g, args.rows - 1);
+        x[ahead][n] = *reinterpret_cast<const uint4*>(args.x + row * args.hidden + at + 8 * q);
+      }
     }
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) bf16::mma(sum[n], a.x, b.x, a.y, b.y, x[n].x, x[n].y);
+    for (int ahead = 0; ahead < kAhead; ++ahead) {
+      if (first + ahead >= end) break;
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) bf16::mma(sum[n], a.z, b.z, a.w, b.w, x[n].z, x[n].w);
+      for (int n = 0; n < kTiles; ++n)
+        bf16::mma(sum[n], a[ahead].x, b[ahead].x, a[ahead].y, b[ahead].y, x[ahead][n].x, x[ahead][n].y);
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n)
+        bf16::mma(sum[n], a[ahead].z, b[ahead].z, a[ahead].w, b[ahead].w, x[ahead][n].z, x[ahead][n].w);
+    }
   }
 #pragma unroll
   for (int n = 0; n < kTiles; ++n)
@@ -70,7 +80,8 @@ __global__ void __launch_bounds__(kWarps * 32) logits_kernel(const Arguments arg
   }
 }
 
-// A warp a row: a lane has every 32nd expert.
+// A warp a row: a lane has every 32nd expert, kOwn in all, of which the last may not be there.
+template <int kOwn>
 __global__ void __launch_bounds__(kChooseWarps * 32) choose_kernel(const Arguments args) {
   __shared__ float chosen[kChooseWarps][32];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = blockIdx.x * kChooseWarps + warp;
@@ -78,21 +89,22 @@ __global__ void __launch_bounds__(kChooseWarps * 32) choose_kernel(const Argumen
   let_next_begin();
   if (row >= args.rows) return;
   const int own = args.experts / 32;
-  float affinity[kMaxOwn], choice[kMaxOwn];
+  float part[kOwn][kSlices], affinity[kOwn], choice[kOwn];
 #pragma unroll
-  for (int i = 0; i < kMaxOwn; ++i) {
-    choice[i] = -INFINITY;
-    affinity[i] = 0.f;
-    if (i >= own) continue;
-    const int expert = i * 32 + lane;
-    float logit = 0.f;
+  for (int i = 0; i < kOwn; ++i)
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice)
-      logit += args.parts[(static_cast<int64_t>(slice) * args.rows + row) * args.experts + expert];
+      part[i][slice] = args.parts[(static_cast<int64_t>(slice) * args.rows + row) * args.experts +
+                                  min(i, own - 1) * 32 + lane];
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    float logit = 0.f;
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) logit += part[i][slice];
     logit = __fdiv_rn(logit, args.temperature);
     affinity[i] = sqrtf(log1pf(expf(-fabsf(logit))) + fmaxf(logit, 0.f));
     if (logit != logit) affinity[i] = logit;
-    const float wanted = affinity[i] + args.bias[expert];
+    const float wanted = affinity[i] + args.bias[min(i, own - 1) * 32 + lane];
     choice[i] = wanted == wanted ? wanted : 0.f;  // a row that is not finite still needs experts
   }
   uint32_t mine = 0;
@@ -100,8 +112,9 @@ __global__ void __launch_bounds__(kChooseWarps * 32) choose_kernel(const Argumen
     float best = -INFINITY;
     int expert = 1 << 30;
 #pragma unroll
-    for (int i = 0; i < kMaxOwn; ++i)
-      if (i < own && !(mine >> i & 1u) && (choice[i] > best || expert == 1 << 30)) best = choice[i], expert = i * 32 + lane;
+    for (int i = 0; i < kOwn; ++i)
+      if (i < own && !(mine >> i & 1u) && (choice[i] > best || expert == 1 << 30))
+        best = choice[i], expert = i * 32 + lane;
 #pragma unroll
     for (int step = 16; step; step /= 2) {
       const float other = __shfl_xor_sync(~0u, best, step);
@@ -112,7 +125,7 @@ __global__ void __launch_bounds__(kChooseWarps * 32) choose_kernel(const Argumen
   }
   int before = 0, at = -1;
 #pragma unroll
-  for (int i = 0; i < kMaxOwn; ++i) {
+  for (int i = 0; i < kOwn; ++i) {
     const bool is_mine = mine >> i & 1u;
     const unsigned all = __ballot_sync(~0u, is_mine);
     if (is_mine) {
@@ -135,8 +148,12 @@ cudaError_t run(const Arguments& arguments, cudaStream_t stream) {
   const dim3 grid(arguments.experts / kExperts, kSlices, (arguments.rows + 8 * kTiles - 1) / (8 * kTiles));
   const cudaError_t error = launch_behind(logits_kernel<kTiles>, grid, kWarps * 32, 0, stream, arguments);
   if (error != cudaSuccess) return error;
-  return launch_behind(choose_kernel, (arguments.rows + kChooseWarps - 1) / kChooseWarps, kChooseWarps * 32, 0, stream,
-                       arguments);
+  const int own = arguments.experts / 32, blocks = (arguments.rows + kChooseWarps - 1) / kChooseWarps;
+  const auto choose = own <= 4    ? choose_kernel<4>
+                      : own <= 8  ? choose_kernel<8>
+                      : own <= 12 ? choose_kernel<12>
+                                  : choose_kernel<32>;
+  return launch_behind(choose, blocks, kChooseWarps * 32, 0, stream, arguments);
 }
 
 }  // namespace
