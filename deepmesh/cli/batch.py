@@ -1,6 +1,5 @@
 """`deepmesh batch`: many requests from a file, their answers into another one."""
 
-import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,6 +46,8 @@ def _run(
     api_key: str,
     concurrency: int,
 ) -> "Totals":
+    import asyncio
+
     from rich import progress as bars
     from rich.console import Console
 
