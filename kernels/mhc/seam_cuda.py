@@ -14,7 +14,7 @@ STREAMS = 4
 RANKS = 16  # blocks of a cluster, each with its share of the channels
 CHUNK = 256
 COLUMNS = (2 + STREAMS) * STREAMS
-CLUSTER_TOKENS = (1, 2, 4, 8, 16)
+CLUSTER_TOKENS = (1, 2, 4, 8, 16, 20)
 
 
 @dataclass(frozen=True, eq=False)

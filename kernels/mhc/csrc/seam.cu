@@ -348,7 +348,8 @@ cudaError_t launch(const Arguments& arguments, int64_t cluster_tokens, int* clus
   if (cluster_tokens == 2) return run<2>(arguments, clusters, stream);
   if (cluster_tokens == 4) return run<4>(arguments, clusters, stream);
   if (cluster_tokens == 8) return run<8>(arguments, clusters, stream);
-  return run<16>(arguments, clusters, stream);
+  if (cluster_tokens == 16) return run<16>(arguments, clusters, stream);
+  return run<20>(arguments, clusters, stream);
 }
 
 }  // namespace
