@@ -33,7 +33,7 @@ class Plan:
     long_prompts: int = 5
     long_tokens: int = 1500
     steady_s: float = 8.0  # of decoding alone, before the long prompts and after them
-    long_s: float = 120.0  # for all of them
+    long_s: float = 300.0  # for all of them
     lasting_tokens: int = 4000  # of the streams meanwhile, which are cut off at the end
 
 
@@ -160,6 +160,9 @@ def mesh_case(plan: Plan, found: Found, alone: list[Speed]) -> dict[str, Json]:
         "offline_tokens_per_s": round(offline_per_s, 1),
         "offline_tokens_per_s_samples": [round(speed, 1) for speed in offline],
         "offline_step_ms": round(statistics.median(ms for run in alone for ms in run.step_ms), 3),
+        "offline_cpu_us_per_token": round(
+            statistics.median(us for run in alone for us in run.cpu_us_per_token), 2
+        ),
         "share_of_offline": round(tokens_per_s / offline_per_s, 4),
         "idle_prompt_tokens": statistics.median(
             a.usage.prompt_tokens if a.usage else 0 for a in found.firsts

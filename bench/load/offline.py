@@ -44,6 +44,7 @@ class Speed(msgspec.Struct):
     tokens_per_s: list[float]  # of each wave
     step_ms: list[float]  # median decode step of each wave
     first_token_ms: list[float]  # a prompt alone: step handed over, result there
+    cpu_us_per_token: list[float]  # of the process, by wave
 
 
 class Alone:
@@ -57,8 +58,9 @@ class Alone:
         self._open: list[tuple[int, int]] = []  # slots of the last wave, with their generations
         self._draw = np.random.default_rng(1)
 
-    def wave(self, rows: int, prompt: int, outputs: int) -> tuple[float, float]:
-        """All prompts in one step, then decode steps: tokens a second, median ms of a step."""
+    def wave(self, rows: int, prompt: int, outputs: int) -> tuple[float, float, float]:
+        """All prompts in one step, then decode steps: tokens a second, median ms of a step, CPU
+        microseconds a token."""
         first = self._prefill(rows, prompt, outputs)
         steps = [first]
         for output in range(1, outputs):
@@ -66,17 +68,18 @@ class Alone:
             packed = self._rows(rows, RowMode.DECODE, 1, at, source=RowSource.DEVICE)
             packed["start_lo"], packed["producer_step"] = prompt, steps[-1].step_id
             steps.append(self._step(StepKind.DECODE, packed))
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         for step in steps:
             self._executor.submit(step)
         results = [self._take() for _ in steps]
-        seconds = time.perf_counter() - began
+        seconds, cpu_s = time.perf_counter() - began, time.process_time() - used
         tokens = sum(len(unpack_ids(result.tokens)) for result in results)
         if tokens != rows * outputs:
             raise RuntimeError(f"{tokens} tokens came of {rows} x {outputs}")
         times = [result.times for result in results[1:]]
         step_ms = [(t.end_ns - t.begin_ns) / 1e6 for t in times]
-        return tokens / seconds, statistics.median(step_ms) if step_ms else 0.0
+        step = statistics.median(step_ms) if step_ms else 0.0
+        return tokens / seconds, step, 1e6 * cpu_s / tokens
 
     def first_token(self, prompt: int) -> float:
         """Milliseconds from handing over a prompt to having its first token."""
@@ -199,7 +202,8 @@ def main() -> int:
         firsts = [alone.first_token(arguments.prompt) for _ in range(arguments.firsts)]
     finally:
         executor.close()
-    found = Speed([speed for speed, _ in waves], [step for _, step in waves], firsts)
+    speeds, steps, used = (list(column) for column in zip(*waves, strict=True))
+    found = Speed(speeds, steps, firsts, used)
     print(msgspec.json.encode(found).decode())
     return 0
 
