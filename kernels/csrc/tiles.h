@@ -14,6 +14,7 @@
 
 constexpr int64_t TILE_ROWS = 16;
 constexpr int64_t TILE_HALVES = TILE_ROWS * GROUP;
+constexpr int64_t BATCH_PANELS = 8;   // whose results go to a row at once
 constexpr int64_t CACHED_GROUPS = 8;  // of two panels, while all rows pass by
 
 // Denormals are zeros while it lives, as they always are for tiles.
@@ -135,33 +136,49 @@ static void tile_panels(const uint16_t* rows, int64_t row_tiles, const uint32_t*
     }
 }
 
+// Sums of tiles (pairs of panels one after the other, in each the tiles of all rows) to their rows.
+template <bool bf16>
+static void tile_results(const float* sums, int64_t rows, int64_t row_tiles, int64_t panels,
+                         const Target& out, int64_t width) {
+    for (int64_t r = 0; r < rows; r++) {
+        const float* from = sums + r / TILE_ROWS * 512 + r % TILE_ROWS * LANES;
+        float* to = out.row(r);
+        for (int64_t i = 0; i < panels; i++) {
+            const F v = load(from + i / 2 * row_tiles * 512 + i % 2 * 256);
+            store_part(to + i * LANES, bf16 ? round_bf16(v) : v, width - i * LANES);
+        }
+    }
+}
+
 static void multiply_tiles(const uint16_t* rows_in, int64_t rows, const Weight& w, int64_t first,
                            int64_t end, const Target& out) {
     const int64_t groups = w.groups(), row_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
-    const int64_t size = groups * group_words(BF16);
+    const int64_t size = groups * group_words(BF16), batch_sums = row_tiles * 512;
     const bool expands = has_scale(w.kind);
     uint32_t* room = expands ? scratch<8, uint32_t>(2 * size) : nullptr;
-    float* sums = scratch<9, float>(row_tiles * 512);
+    float* sums = scratch<9, float>(batch_sums * BATCH_PANELS / 2);
     const int64_t count = row_tiles > 2 ? CACHED_GROUPS : groups;
     configure_tiles(rows < TILE_ROWS ? rows : TILE_ROWS);
-    for (int64_t panel = first; panel < end; panel += 2) {
-        const int64_t panels = end - panel < 2 ? 1 : 2;
-        const uint32_t* b[2] = {w.panel(panel), w.panel(panel) + (expands ? 0 : size)};
-        if (expands)
-            for (int64_t i = 0; i < panels; i++) {
-                expand_panel(w, panel + i, room + i * size);
-                b[i] = room + i * size;
-            }
-        asm volatile("" ::: "memory");  // the tile intrinsics do not say that they read and write
-        for (int64_t g = 0; g < groups; g += count)
-            tile_panels(rows_in, row_tiles, b, panels, groups, g, std::min(count, groups - g), sums);
-        asm volatile("" ::: "memory");
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t i = 0; i < panels; i++) {
-                const F v = load(sums + r / TILE_ROWS * 512 + i * 256 + r % TILE_ROWS * LANES);
-                store_part(out.row(r) + (panel - first + i) * LANES, out.bf16 ? round_bf16(v) : v,
-                           w.outer - (panel + i) * LANES);
-            }
+    for (int64_t batch = first; batch < end; batch += BATCH_PANELS) {
+        const int64_t batch_end = std::min(batch + BATCH_PANELS, end);
+        for (int64_t panel = batch; panel < batch_end; panel += 2) {
+            const int64_t panels = batch_end - panel < 2 ? 1 : 2;
+            const uint32_t* b[2] = {w.panel(panel), w.panel(panel) + (expands ? 0 : size)};
+            if (expands)
+                for (int64_t i = 0; i < panels; i++) {
+                    expand_panel(w, panel + i, room + i * size);
+                    b[i] = room + i * size;
+                }
+            asm volatile("" ::: "memory");  // the tile intrinsics do not say that they read and write
+            for (int64_t g = 0; g < groups; g += count)
+                tile_panels(rows_in, row_tiles, b, panels, groups, g, std::min(count, groups - g),
+                            sums + (panel - batch) / 2 * batch_sums);
+            asm volatile("" ::: "memory");
+        }
+        Target to = out;
+        to.data += (batch - first) * LANES;
+        const auto put = out.bf16 ? tile_results<true> : tile_results<false>;
+        put(sums, rows, row_tiles, batch_end - batch, to, w.outer - batch * LANES);
     }
     _tile_release();
 }
