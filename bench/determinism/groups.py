@@ -50,6 +50,7 @@ def scheduler_config(depth: Literal[1, 2, 3] = 2, *, prefix_cache: bool = False)
         max_model_len=MAX_LEN,
         prefix_cache=prefix_cache,
         hang_s=600.0,
+        deadline_s=3600.0,  # however slow the machine is
     )
 
 

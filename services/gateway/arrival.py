@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from deepmesh.seeds import SEED_BITS
 from deepmesh.telemetry import parse_traceparent
 from services.gateway.errors import Shape
 
@@ -43,7 +44,7 @@ def arrive(path: str, raw_headers: list[tuple[bytes, bytes]]) -> Arrival:
         headers=headers,
         shape=_shape(path, headers),
         rid=rid,
-        seed=int.from_bytes(os.urandom(8), "little") >> 1,
+        seed=int.from_bytes(os.urandom(8), "little") >> (64 - SEED_BITS),
         created_s=now_ns // 1_000_000_000,
         start_ns=now_ns,
         start_s=time.monotonic(),

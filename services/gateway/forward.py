@@ -103,7 +103,7 @@ class Forward:
                 "deepmesh.protocol": self._protocol,
                 "deepmesh.rid": arrival.rid.hex(),
                 "deepmesh.request_id": arrival.request_id,
-                "deepmesh.seed": str(arrival.seed),  # beyond what JSON readers hold exactly
+                "deepmesh.seed": str(arrival.seed),
             },
             kind="server",
         )

@@ -37,6 +37,15 @@ class Lane:
         self.has_begun = False
         self.is_over = False
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the engine."""
+        return self.text.fingerprint
+
+    @fingerprint.setter
+    def fingerprint(self, fingerprint: str) -> None:
+        self.text.fingerprint = fingerprint
+
     def take_prompt(self, found: PromptLogprobs) -> None:
         """Logprobs of an echoed prompt."""
         if isinstance(self.text, CompletionStream):
@@ -69,6 +78,7 @@ class Merge:
     ) -> None:
         """`usage`: the stream ends in a chunk with usage and no choices."""
         self.stopped = False
+        self.fingerprint = ""  # the lanes know it
         self.lanes = lanes
         self._num_per_prompt = num_per_prompt
         self._stream = stream
@@ -123,7 +133,9 @@ class Merge:
         for index, lane in enumerate(self.lanes):
             is_first = index % self._num_per_prompt == 0
             for key, value in lane.text.usage.items():
-                if is_first or not key.startswith("prompt_"):
+                if key == "seed":  # the request's: choice i draws with seed + i
+                    total.setdefault(key, value)
+                elif is_first or not key.startswith("prompt_"):
                     total[key] = _sum(total.get(key), value)
         total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
         return total

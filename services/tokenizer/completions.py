@@ -126,8 +126,11 @@ class CompletionStream:
         silent_ids: frozenset[int],
         *,
         index: int = 0,
+        seed: int = 0,
     ) -> None:
         self.stopped = False
+        self.fingerprint = ""
+        self._seed = seed
         self.usage: Json = {}  # once it has ended
         self._index = index
         self._prompt_ids = request.prompts[index // request.settings.n]
@@ -156,6 +159,7 @@ class CompletionStream:
 
     def start(self, cached_tokens: int) -> list[bytes]:
         self._cached_tokens = cached_tokens
+        self.head["system_fingerprint"] = self.fingerprint or None
         if not self._request.echo:
             return []
         text = self._vocabulary.text_of(self._prompt_ids)
@@ -266,6 +270,7 @@ class CompletionStream:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
+            "seed": self._seed,
         }
 
 

@@ -44,6 +44,7 @@ class Frame(NamedTuple):
     model: str
     created_s: int
     stream: bool
+    seed: int = 0  # that the output follows from
     usage_chunk: bool = False
     usage_each: bool = False
     metadata: dict[str, Any] | None = None  # the client's labels, which Responses repeat
@@ -69,6 +70,7 @@ class RecipeStream:
         stop_text: StopText | None = None,
     ) -> None:
         self.stopped = False
+        self.fingerprint = ""
         self.usage: Event = {}  # of a chat, once it has ended
         self.head: Event = {}  # what all chunks of a chat have in common
         self.response: Event | None = None  # of a response: the latest state that was told
@@ -157,6 +159,7 @@ class RecipeStream:
     def _chat_events(self, chunk: Event) -> list[bytes]:
         """One chunk; the last one's usage becomes a chunk of its own, or nothing."""
         chunk["created"] = self._frame.created_s
+        chunk["system_fingerprint"] = self.fingerprint or None
         final = chunk.pop("usage", None)
         choice = chunk["choices"][0]
         choice["index"] = self._frame.choice
@@ -192,6 +195,7 @@ class RecipeStream:
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": self._completion_tokens,
             "total_tokens": self._prompt_tokens + self._completion_tokens,
+            "seed": self._frame.seed,
         }
 
     # ------------------------------------------------------------ responses
@@ -205,6 +209,7 @@ class RecipeStream:
 
     def _patch_response(self, response: Event) -> None:
         response["created_at"] = self._frame.created_s
+        response["system_fingerprint"] = self.fingerprint or None
         if self._frame.metadata is not None:
             response["metadata"] = self._frame.metadata
         if response.get("completed_at") is not None:
@@ -219,6 +224,7 @@ class RecipeStream:
             total = self._prompt_tokens + self._completion_tokens
             response["usage"]["output_tokens"] = self._completion_tokens
             response["usage"]["total_tokens"] = total
+            response["usage"]["seed"] = self._frame.seed
 
     def _patch_item(self, item: Event) -> None:
         if "call_id" in item:
@@ -231,6 +237,7 @@ class RecipeStream:
             self._patch_block(event["content_block"])
         elif event["type"] == "message_delta":
             event["usage"]["output_tokens"] = self._completion_tokens
+            event["usage"]["seed"] = self._frame.seed
         return [_sse(event, event["type"])]
 
     def _patch_block(self, block: Event) -> None:
@@ -242,6 +249,7 @@ class RecipeStream:
     def _patch_answer(self, body: Event) -> None:
         match self._frame.protocol:
             case "chat":
+                body["system_fingerprint"] = self.fingerprint or None
                 choice = body["choices"][0]
                 choice["index"] = self._frame.choice
                 message = choice["message"]
@@ -257,6 +265,7 @@ class RecipeStream:
                 for block in body["content"]:
                     self._patch_block(block)
                 body["usage"]["output_tokens"] = self._completion_tokens
+                body["usage"]["seed"] = self._frame.seed
 
     def _call_id(self, drawn: str) -> str:
         """The same call has the same id after a restart: hash of (answer, index of the call)."""

@@ -143,6 +143,7 @@ class Preparer:
                 submit.created_s or self._now_s(),
                 silent_ids=self._silent_ids(settings),
                 now_s=self._now_s,
+                seed=_seed(submit, settings),
                 choice=choice,
                 stop_text=StopText(stops, self._model.vocabulary)
                 if settings.stop_in_text
@@ -175,7 +176,13 @@ class Preparer:
         def text_of(choice: int | None) -> CompletionStream:
             vocabulary = self._model.vocabulary
             return CompletionStream(
-                request, vocabulary, submit.rid, created_s, silent, index=choice or 0
+                request,
+                vocabulary,
+                submit.rid,
+                created_s,
+                silent,
+                index=choice or 0,
+                seed=_seed(submit, request.settings),
             )
 
         generation = self._generation(
@@ -267,7 +274,7 @@ class Preparer:
             prompt_ids=pack_ids(prompt_ids),
             prompt_len=len(prompt_ids),
             sampling=self._without(settings),
-            seed=submit.seed if settings.seed is None else settings.seed,
+            seed=_seed(submit, settings),
             stop_ids=pack_ids(sorted({*ends, *settings.stop_token_ids})),
             max_tokens=min(wish, room),
             min_tokens=settings.min_tokens,
@@ -296,6 +303,11 @@ def _own_item(param: str, num_before: int) -> str:
     if found is None or int(found[1]) < num_before:
         return param
     return f"input[{int(found[1]) - num_before}]{param[found.end() :]}"
+
+
+def _seed(submit: Submit, settings: Settings) -> int:
+    """The client's, or the one that the gateway drew."""
+    return submit.seed if settings.seed is None else settings.seed
 
 
 def _salt(tenant: bytes, request: bytes) -> bytes:

@@ -6,6 +6,7 @@ from enum import Enum, auto
 
 import numpy as np
 
+from deepmesh.seeds import derived_seed
 from deepmesh.wire.messages import (
     Delta,
     Finished,
@@ -173,8 +174,7 @@ class Request:
             prompt_len=generation.prompt_len,
             confirmed_ids=bytes(self.output),
             sampling=generation.sampling,
-            seed=generation.seed,
-            sub_index=generation.sub_index,
+            seed=derived_seed(generation.seed, generation.sub_index),
             stop_ids=self.stop_ids,
             max_tokens=self.max_tokens,
             min_tokens=self.min_tokens,

@@ -23,6 +23,7 @@ class TextStream(Protocol):
     """
 
     stopped: bool  # a stop string has been found; no further token may come
+    fingerprint: str  # of the engine; told before `start`
 
     def start(self, cached_tokens: int) -> list[bytes]:
         """Events before the first token; once, first of all."""

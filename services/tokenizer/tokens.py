@@ -49,6 +49,7 @@ def feed(
             request.cached_tokens = max(request.cached_tokens, row.cached_tokens)
             if row.prompt is not None and isinstance(generation.text, Lane | CompletionStream):
                 generation.text.take_prompt(row.prompt)
+            generation.text.fingerprint = row.fingerprint
             events += generation.text.start(request.cached_tokens)
         for token in row_tokens(row, request.position - row.pos):
             events += generation.text.push(token)

@@ -31,7 +31,7 @@ def engine() -> ModelEngine:
 @contextmanager
 def rig(engine: ModelEngine, **scheduler: object) -> Iterator[Rig]:
     settings = {"max_rows": 64, "step_tokens": 384, "chunk_tokens": 256, "max_model_len": 512}
-    config = SchedulerConfig(**{**settings, "hang_s": 600.0, **scheduler})
+    config = SchedulerConfig(**{**settings, "hang_s": 600.0, "deadline_s": 3600.0, **scheduler})
     made = Rig([engine], config, model=str(MODEL), numerics="bf16")
     try:
         yield made
