@@ -1,5 +1,6 @@
 """Tables and progress of benchmarks, on stderr."""
 
+import sys
 from collections.abc import Sequence
 
 from rich import box
@@ -9,7 +10,7 @@ from rich.table import Table
 
 from deepmesh.report import Json
 
-CONSOLE = Console(stderr=True)
+CONSOLE = Console(stderr=True, width=None if sys.stderr.isatty() else 160)
 
 
 def show(title: str, keys: Sequence[str], cases: Sequence[dict[str, Json]]) -> None:

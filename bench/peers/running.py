@@ -26,19 +26,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Turns:
-    """What one peer took for the runs of one case."""
+    """What one peer took for the runs of one case; the first warms up and costs no budget."""
 
     budget_s: float
     samples: list[float] = field(default_factory=list)
     spent_s: float = 0.0
 
     def take(self, run: Callable[[], float]) -> None:
-        """One run, if there is time for another as long as the last; the first always runs."""
-        if self.samples and self.spent_s + self.samples[-1] > self.budget_s:
+        """One run, if there is time for another as long as the last; the first two always run."""
+        if len(self.samples) > 1 and self.spent_s + self.samples[-1] > self.budget_s:
             return
         took = run()
+        self.spent_s += took if self.samples else 0.0
         self.samples.append(took)
-        self.spent_s += took
 
     @property
     def median_s(self) -> float | None:
