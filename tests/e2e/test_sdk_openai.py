@@ -337,3 +337,21 @@ def test_many_at_once_from_asyncio(pair: RunningMesh) -> None:
 
     assert len(set(asyncio.run(main()))) == 1
     pair.wait_idle()
+
+
+def test_logprobs_of_an_echoed_prompt(client: openai.OpenAI, pair: RunningMesh) -> None:
+    """What evaluations ask for: how likely is this text?"""
+    ask = {"model": pair.model, "temperature": 0, "logprobs": 1}
+    told = client.completions.create(prompt="Once upon a time", max_tokens=4, **ask).choices[0]
+    text = "Once upon a time" + told.text
+    scored = client.completions.create(prompt=text, max_tokens=1, echo=True, **ask).choices[0]
+    assert told.logprobs is not None
+    assert scored.logprobs is not None
+    probs = scored.logprobs.token_logprobs
+    assert probs is not None
+    assert probs[0] is None
+    assert all(p <= 0 for p in probs[1:])
+    expected = told.logprobs.token_logprobs
+    assert expected is not None
+    if scored.logprobs.tokens and scored.logprobs.tokens[-5:-1] == told.logprobs.tokens:
+        assert probs[-5:-1] == pytest.approx(expected, abs=1e-3)

@@ -274,3 +274,26 @@ def test_an_echo_brings_the_logprobs_of_the_prompt() -> None:
         for token, at in zip(logprobs["tokens"], logprobs["text_offset"], strict=True)
     ]
     assert starts == logprobs["text_offset"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "best"),
+    [
+        ({"include": ["message.output_text.logprobs"]}, 0),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": 2}, 2),
+        ({"top_logprobs": 2}, 2),
+    ],
+)
+def test_responses_bring_logprobs(fields: dict[str, object], best: int) -> None:
+    effort = {"reasoning": {"effort": "none"}}
+    generation = prepare("responses", input="Hi", **fields, **effort)
+    assert generation.n_logprobs == best
+    stream, ids = generation.text, ids_of("a b")
+    stream.start(0)
+    for token in ids:
+        stream.push(Token(token, -0.5, [(token, -0.5), (5, -1.0)][:best]))
+    stream.finish(FinishReason.STOP)
+    (item,) = msgspec.json.decode(stream.body())["output"]
+    entries = item["content"][0]["logprobs"]
+    assert [entry["token"] for entry in entries] == ["a", " b"]
+    assert [len(entry["top_logprobs"]) for entry in entries] == [best] * 2
