@@ -41,6 +41,7 @@ def all_checks(path: Path | None) -> list[Check]:
     checks.append(Check("configuration", "ok", str(path or "defaults")))
     checks.append(check_torch(config))
     checks.append(check_model(Path(config.mesh.model), needs_weights=_needs_weights(config)))
+    checks.append(check_grammars(config))
     checks += check_kvstores(config)
     return [*checks, *check_links(config), *check_mesh(config)]
 
@@ -122,6 +123,22 @@ def check_model(folder: Path, *, needs_weights: bool) -> Check:
         return Check("model", "ok", f"{folder}: {len(wanted)} files")
     step = "set mesh.model to the folder of a checkpoint"
     return Check("model", "fail", f"{folder}: missing {', '.join(missing[:5])}", step)
+
+
+def check_grammars(config: Config) -> Check:
+    """Whether mask workers can read the model's vocabulary."""
+    executor = config.executor
+    if not executor.masks or executor.kind != "model" or executor.address:
+        return Check("grammars", "ok", "no mask worker runs here")
+    from llguidance import LLTokenizer
+
+    path = Path(config.mesh.model) / "tokenizer.json"
+    try:
+        size = LLTokenizer(path.read_text("utf-8")).vocab_size
+    except (OSError, ValueError) as error:
+        step = "formats and forced calls will be refused; set executor.masks = false to be silent"
+        return Check("grammars", "warn", f"{path}: {error}", step)
+    return Check("grammars", "ok", f"llguidance {version_of('llguidance')}, {size} tokens")
 
 
 def _weight_files(folder: Path) -> list[str]:
