@@ -50,4 +50,5 @@ def bar() -> Progress:
         console=CONSOLE,
         refresh_per_second=2,
         transient=True,
+        disable=not CONSOLE.is_terminal,
     )
