@@ -1,7 +1,6 @@
 """Matrix products whose rows do not depend on their batch mates."""
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -96,16 +95,6 @@ def empty_linear(kind: Kind, groups: int, out_features: int, in_features: int) -
     if data.nbytes >= _HUGE_BYTES:
         _advise(data.data_ptr(), data.nbytes)
     return LinearWeight(data, kind, in_features, out_features, groups)
-
-
-def join_groups(parts: Sequence[LinearWeight]) -> LinearWeight:
-    """The groups of several weights of equal shape in one: for weights made one at a time."""
-    first = parts[0]
-    shapes = {(part.kind, part.in_features, part.out_features) for part in parts}
-    if len(shapes) > 1:
-        raise ValueError(f"join_groups: weights differ: {sorted(shapes)}")
-    data = torch.cat([part.data for part in parts])
-    return LinearWeight(data, first.kind, first.in_features, first.out_features, data.shape[0])
 
 
 def linear(

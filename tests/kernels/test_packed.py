@@ -184,3 +184,29 @@ def test_all_experts_by_reference() -> None:
         results.append(all_experts(x, ids, shares, *weights, limit=10.0, bf16=False))
     found, wanted = results
     assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_more_rows_than_go_in_one_block(bf16: bool, threads: int) -> None:
+    """Of an expert, of the shared one and of a linear; the same bits as a few rows alone."""
+    w13, w2 = pack_fp4(*random_fp4(2, 64, 64)), pack_fp4(*random_fp4(2, 64, 32))
+    shared13, shared2 = pack_fp8(*random_fp8(64, 64)), pack_fp8(*random_fp8(64, 32))
+    x, shares = torch.randn(1100, 64), torch.rand(1100, 2)
+    ids = torch.tensor([[0, 1]]).expand(1100, 2)
+
+    def run(first: int, end: int) -> tuple[Tensor, Tensor]:
+        weights = w13, w2, shared13, shared2
+        part = x[first:end], ids[first:end], shares[first:end]
+        rounding = Rounding.FP8 if bf16 else Rounding.NONE
+        return (
+            all_experts(*part, *weights, limit=10.0, bf16=bf16),
+            linear(x[first:end], shared13, rounding=rounding, bf16=bf16),
+        )
+
+    torch.set_num_threads(threads)
+    whole = run(0, 1100)
+    torch.set_num_threads(1)
+    for first in (0, 285, 576, 1090):
+        for found, wanted in zip(run(first, first + 10), whole, strict=True):
+            same_bits(found, wanted[first : first + 10])

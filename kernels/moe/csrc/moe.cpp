@@ -3,7 +3,7 @@
 #include "program.h"
 
 constexpr int64_t DEEP_ROWS = 12;    // of an expert, on average, from which on each runs as a whole
-constexpr int64_t BLOCK_ROWS = 192;  // of an expert at once: they stay in the level-2 cache
+constexpr int64_t BLOCK_ROWS = 288;  // of an expert at once: they stay in the level-2 cache
 constexpr int64_t UNIT_JOB = 2, PANEL_JOB = 8;  // units, panels of a job that streams weights
 constexpr int64_t FEW_TOKENS = 32;
 
