@@ -195,6 +195,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Json]:
     config: dict[str, Json] = {
         "model": checkpoint.name,
         "numerics": "bf16",
+        "invariant": True,
         "runs": arguments.runs,
         "steps": arguments.steps,
         "peers": remarks,
@@ -217,11 +218,22 @@ def main() -> int:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--runs", type=int, default=5, help="of each case, and one to warm up")
     parser.add_argument("--steps", type=int, default=8, help="of a run")
+    parser.add_argument(
+        "--numerics",
+        choices=("invariant", "fast"),
+        default="invariant",
+        help="invariant: a row's bits depend on that row alone; there is no other path on the CPU",
+    )
     parser.add_argument("--chunk", type=int, default=512, help="of the prefill before; 0: whole")
     parser.add_argument("--peer-batch", type=int, default=1, help="largest batch for peers")
     parser.add_argument("--no-store", action="store_true", help="not into bench/results")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     arguments = parser.parse_args()
+    if arguments.numerics == "fast":
+        parser.error(
+            "--numerics fast: there is one path on the CPU, and it is invariant "
+            "(docs/determinism.md)"
+        )
     publish(run(arguments), name="decode", as_json=arguments.json, store=not arguments.no_store)
     return 0
 

@@ -20,7 +20,7 @@ from deepmesh.wire.messages import (
 from deepmesh.wire.packed import ROW
 from services.executor.capacity import fingerprint, plan_capacity
 from services.executor.device_clock import TimedClock
-from services.executor.fake_drawn import Drawn
+from services.executor.fake_drawn import Drawn, prompt_logprobs
 from services.executor.fake_masks import FakeMasks
 from services.executor.fake_rows import FakeRows
 from services.executor.interface import LiveRows, OnProgress, Sampled
@@ -147,7 +147,8 @@ class FakeEngine:
         totals = slots.total_len[slots_kept] + drawn.counts[kept]
         reasons[kept] = self._masks.advance(slots_kept, totals, ends_ns)
         confidence = _confidence(int(live.drafted.sum()), self._capacity.draft_len)
-        return drawn.sampled(slots.num_logprobs[live.slots], reasons, confidence)
+        sampled = drawn.sampled(slots.num_logprobs[live.slots], reasons, confidence)
+        return sampled._replace(prompt=prompt_logprobs(live, slots))
 
     def _use(self, slots: SlotTable) -> None:
         """A new epoch has new slots: nothing that is known of the old ones holds."""

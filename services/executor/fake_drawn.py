@@ -3,8 +3,10 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from services.executor.interface import Sampled
+from deepmesh.wire.messages import PromptLogprobs
+from services.executor.interface import LiveRows, Sampled
 from services.executor.oracle import Hashes, mix_all
+from services.executor.slots import SlotTable
 
 
 class Drawn:
@@ -43,3 +45,26 @@ class Drawn:
 
 
 _NO_IDS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
+
+
+def prompt_logprobs(live: LiveRows, slots: SlotTable) -> list[PromptLogprobs]:
+    """Of the prompts that asked for them; made up from the positions."""
+    found: list[PromptLogprobs] = []
+    asks = slots.num_prompt_logprobs[live.slots] >= 0
+    for i in np.flatnonzero(asks & (live.starts < slots.prompt_len[live.slots] - 1)).tolist():
+        slot, start = int(live.slots[i]), int(live.starts[i])
+        end = min(start + int(live.counts[i]), int(slots.prompt_len[slot]) - 1)
+        positions, place = np.arange(start + 1, end + 1), np.arange(slots.num_prompt_logprobs[slot])
+        logprobs = (-(positions % 1000) / 1000).astype("<f4")
+        top_ids = (slots.tokens[slot, positions][:, None] + place) % slots.capacity.vocab_size
+        top_logprobs = logprobs[:, None] - place
+        found.append(
+            PromptLogprobs(
+                start + 1,
+                logprobs.tobytes(),
+                top_ids.astype("<i4").tobytes(),
+                top_logprobs.astype("<f4").tobytes(),
+                row=int(live.rows[i]),
+            )
+        )
+    return found

@@ -16,6 +16,8 @@ from bench.determinism.rig import Rig
 from deepmesh.config import Config, ExecutorConfig, MeshConfig, SchedulerConfig
 from deepmesh.wire.messages import Finished, FinishReason, SamplingParams
 from deepmesh.wire.packed import pack_ids, unpack_ids
+from services.executor.fake import FakeEngine
+from services.executor.interface import Engine
 from services.executor.runner import ModelEngine
 
 MODEL = Path(__file__).parents[2] / "models" / "tiny"
@@ -29,7 +31,7 @@ def engine() -> ModelEngine:
 
 
 @contextmanager
-def rig(engine: ModelEngine, **scheduler: object) -> Iterator[Rig]:
+def rig(engine: Engine, **scheduler: object) -> Iterator[Rig]:
     settings = {"max_rows": 64, "step_tokens": 384, "chunk_tokens": 256, "max_model_len": 512}
     config = SchedulerConfig(**{**settings, "hang_s": 600.0, "deadline_s": 3600.0, **scheduler})
     made = Rig([engine], config, model=str(MODEL), numerics="bf16")
@@ -123,6 +125,15 @@ def test_logprobs_of_a_prompt_are_those_of_the_output_it_repeats(engine: ModelEn
     assert echo[1].prompt == (logprobs, b"", b"")
     assert echo[2].prompt == (b"", b"", b"")
     assert {bytes(output.ids) for output in echo} == {bytes(echo[0].ids)}
+
+
+def test_the_fake_engine_brings_logprobs_of_a_prompt_too() -> None:
+    fake = FakeEngine(Config(executor=ExecutorConfig(kind="fake")))
+    with rig(fake) as one:
+        output = ask(one, job(long_prompt(300), 2, n_prompt_logprobs=3))[0]
+    logprobs, top_ids, top_logprobs = output.prompt
+    assert (len(logprobs), len(top_ids), len(top_logprobs)) == (4 * 299, 12 * 299, 12 * 299)
+    assert unpack_ids(top_ids).reshape(299, 3)[:, 0].tolist() == long_prompt(300)[1:]
 
 
 def test_penalties_go_on_after_a_restart_as_if_nothing_had_happened(engine: ModelEngine) -> None:
