@@ -57,7 +57,14 @@ def bare(value: Any) -> Any:  # noqa: ANN401  any JSON
 
 
 @pytest.mark.parametrize("case", sorted(CASES))
-@pytest.mark.parametrize("name", ["tokenizer-0", "tokenizer-1", "scheduler-0"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokenizer-0",
+        pytest.param("tokenizer-1", marks=pytest.mark.long),
+        pytest.param("scheduler-0", marks=pytest.mark.long),
+    ],
+)
 def test_the_stream_goes_on_with_the_same_events(pair: RunningMesh, case: str, name: str) -> None:
     whole = ask(pair, case)
     assert "error" not in whole[-1]

@@ -58,10 +58,10 @@ def leave(http: httpx.Client, method: str, path: str, body: object) -> None:
         assert answer.status_code < 500
 
 
-def test_a_few_hundred_random_requests(pair: RunningMesh) -> None:
-    statuses = storm(pair, 300, seed=1)
-    assert statuses[200] > 100
-    assert statuses[400] > 30
+def test_two_hundred_random_requests(pair: RunningMesh) -> None:
+    statuses = storm(pair, 200, seed=1)
+    assert statuses[200] > 70
+    assert statuses[400] > 20
 
 
 @pytest.mark.long
