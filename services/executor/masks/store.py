@@ -1,5 +1,8 @@
 """Compiled grammars: made in threads, within a time, and kept."""
 
+import contextlib
+import os
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -11,6 +14,14 @@ from llguidance import LLMatcher
 from deepmesh.grammars import GrammarError, compile_limits, llguidance_source
 from deepmesh.wire.messages import Grammar
 from services.executor.masks.vocabulary import MaskVocabulary
+
+COMPILE_NICENESS = 10  # of a thread, on Linux
+
+
+def _stand_back() -> None:
+    """A burst of new grammars must not keep those from their next token that have theirs."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPILE_NICENESS)
 
 
 class Compiled:
@@ -50,7 +61,9 @@ class GrammarStore:
         self._limit_ns = round(limit_s * 1e9)
         self._wake = wake
         self._kept: OrderedDict[tuple[bytes, str, str], Compiled] = OrderedDict()
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="compile")
+        self._threads = ThreadPoolExecutor(
+            threads, thread_name_prefix="compile", initializer=_stand_back
+        )
 
     def get(self, grammar: Grammar) -> tuple[Compiled, bool]:
         """The grammar, and whether it was there already; ordered if not."""
