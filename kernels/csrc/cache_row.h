@@ -172,6 +172,16 @@ INLINE void unpack_row(const uint8_t* row, int64_t dim, RowFormat format, float*
 }
 
 typedef uint16_t H __attribute__((vector_size(64)));  // bfloat16, which holds all these values
+typedef int16_t SH __attribute__((vector_size(64)));
+INLINE bool any_lane(SH condition) {
+#if defined(__AVX512BW__)
+    return _mm512_movepi16_mask((__m512i)condition) != 0;
+#else
+    int16_t any = 0;
+    for (int i = 0; i < 32; i++) any |= condition[i];
+    return any;
+#endif
+}
 INLINE H e4m3_halves(const uint8_t* codes, uint8_t scale) {
 #if defined(__AVX512BW__)
     const H code = (H)_mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)codes));
@@ -181,15 +191,15 @@ INLINE H e4m3_halves(const uint8_t* codes, uint8_t scale) {
     std::memcpy(&bytes, codes, 32);
     const H code = __builtin_convertvector(bytes, H);
 #endif
-    const H size = code & 0x7f;
-    const H subnormal{0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+    const H size = code & 0x7f, sign = (code << 8) & 0x8000;
     const uint16_t power = (uint16_t)((scale - 127) * 128);
-    const H small = __builtin_shuffle(subnormal, size & 7) + power;
     const H normal = (size << 4) + (uint16_t)(power + (120 << 7));
-    H value = size < 8 ? small : normal;
+    if (!any_lane(size - 8 > 0x7e - 8)) return normal | sign;
+    const H subnormal{0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+    H value = size < 8 ? __builtin_shuffle(subnormal, size & 7) + power : normal;
     value = size == 0 ? H{} : value;
     value = size == 0x7f ? H{} + (uint16_t)0x7fc0 : value;
-    return value | (code & 0x80) << 8;
+    return value | sign;
 }
 // Sixteen channels by each scale. The table has the two scales' values by turns.
 INLINE H e2m1_halves(const uint8_t* codes, float scale_a, float scale_b) {

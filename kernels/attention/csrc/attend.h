@@ -3,6 +3,22 @@
 
 #include "panels.h"
 
+// e^x of x <= 0, as `vexp`.
+INLINE F vexp_falling(F x) {
+    F n = fma(x, splat(1.44269504f), splat(12582912.0f)) - 12582912.0f;  // nearest integer
+    F r = fma(n, splat(-0.693359375f), x);
+    r = fma(n, splat(2.12194440e-4f), r);
+    F p = splat(1.9875691500e-4f);
+    p = fma(p, r, splat(1.3981999507e-3f));
+    p = fma(p, r, splat(8.3334519073e-3f));
+    p = fma(p, r, splat(4.1665795894e-2f));
+    p = fma(p, r, splat(1.6666665459e-1f));
+    p = fma(p, r, splat(5.0000001201e-1f));
+    p = fma(p, r * r, r) + 1.0f;
+    const I power = __builtin_convertvector(vmax(n, splat(-126.0f)), I);
+    return x < -87.3f ? splat(0.0f) : p * (F)((power + 127) << 23);  // NaN stays in p
+}
+
 // Sixteen heads' scores, scores[n] apart by `stride`, to weights; returns in each lane their sum
 // with the sink's. A weight is rounded behind the sum.
 INLINE F weigh(float* scores, int64_t n, int64_t stride, float scale, F sink, bool bf16) {
@@ -12,9 +28,9 @@ INLINE F weigh(float* scores, int64_t n, int64_t stride, float scale, F sink, bo
         store(scores + r * stride, v);
         most = vmax(v, most);
     }
-    F total = vexp(sink - most);
+    F total = vexp_falling(sink - most);
     for (int64_t r = 0; r < n; r++) {
-        const F w = vexp(load(scores + r * stride) - most);
+        const F w = vexp_falling(load(scores + r * stride) - most);
         total += w;
         store(scores + r * stride, bf16 ? round_bf16(w) : w);
     }

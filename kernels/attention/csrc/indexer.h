@@ -32,15 +32,15 @@ template <class Slot>
 INLINE void score_keys(const IndexQueries& q, const RowPool& pool, int64_t count, const Slot& slot,
                        float* scores, int64_t stride) {
     const int64_t rows = q.tokens * q.heads;
-    const bool may_tile = tiles_ready() && are_halves(q.rows, q.dim, rows, q.dim);
+    const bool in_tiles =
+        tiles_ready() && pool.format != ROW_FLOAT && are_halves(q.rows, q.dim, rows, q.dim);
+    const Operand asked = Operand::make<1>(rows, q.dim, in_tiles);
+    for (int64_t r = 0; r < rows; r++) asked.put(r, q.rows + r * q.dim);
     float* products = scratch<3, float>(rows * KEY_TILE);
     for (int64_t first = 0; first < count; first += KEY_TILE) {
         const int64_t some = std::min(KEY_TILE, count - first);
         PoolRows keys(some, q.dim);
         for (int64_t i = 0; i < some; i++) keys.add(pool, slot(first + i));
-        const bool in_tiles = may_tile && keys.is_exact();
-        const Operand asked = Operand::make<1>(rows, q.dim, in_tiles);
-        for (int64_t r = 0; r < rows; r++) asked.put(r, q.rows + r * q.dim);
         const Operand found = keys.unpack<2>(in_tiles);
         const Weight w = found.as_outputs(scratch<0, uint32_t>(found.output_words()));
         multiply(asked, w, products, KEY_TILE);

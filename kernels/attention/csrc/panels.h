@@ -41,7 +41,7 @@ struct Operand {
     static Operand make(int64_t count, int64_t inner, bool in_tiles) {
         Operand x{count, inner, nullptr, nullptr};
         if (in_tiles)
-            x.tiles = scratch<Tag, uint16_t>(tile_halves(count, x.depth()));
+            x.tiles = scratch<Tag, uint16_t>(tile_halves(whole_groups(count), x.depth()));
         else
             x.floats = scratch<Tag, float>(count * x.depth() * GROUP);
         return x;
@@ -71,24 +71,32 @@ struct Operand {
                 }
         return w;
     }
-    // Rows as positions of the sum.
+    // Rows as positions of the sum. Tiles must hold zeros behind the last row: see `end`.
     Weight as_positions(uint32_t* to) const {
         const Weight w{to, tiles ? BF16 : FP32, count, inner};
-        alignas(64) static const uint16_t zeros[GROUP] = {};
+        const int64_t groups = depth() * TILE_HALVES;
         for (int64_t c = 0; c < w.panels() * LANES; c += LANES)
-            for (int64_t r = 0; r < whole_groups(count); r += 2, to += LANES * (tiles ? 1 : 2)) {
-                const int64_t g = c / GROUP, at = c % GROUP;
+            for (int64_t r = 0; r < whole_groups(count); r += LANES) {
                 if (tiles) {
-                    const U even = load_halves(r < count ? halves(r, g) + at : zeros);
-                    const U odd = load_halves(r + 1 < count ? halves(r + 1, g) + at : zeros);
-                    const U both = even | odd << 16;
-                    std::memcpy(to, &both, 64);
+                    const uint16_t* from = tiles + r / LANES * groups + c / GROUP * TILE_HALVES + c % GROUP;
+#pragma GCC unroll 8
+                    for (int pair = 0; pair < 8; pair++, to += LANES) {
+                        const U even = load_halves(from + 2 * pair * GROUP);
+                        const U odd = load_halves(from + (2 * pair + 1) * GROUP);
+                        const U both = even | odd << 16;
+                        std::memcpy(to, &both, 64);
+                    }
                 } else {
-                    store((float*)to, r < count ? load(row(r) + c) : F{});
-                    store((float*)to + LANES, r + 1 < count ? load(row(r + 1) + c) : F{});
+                    for (int64_t i = r; i < r + LANES; i++, to += LANES)
+                        store((float*)to, i < count ? load(row(i) + c) : F{});
                 }
             }
         return w;
+    }
+    // Zeros from the last row to the end of its group of 32.
+    void end() const {
+        for (int64_t r = count; tiles && r < whole_groups(count); r++)
+            for (int64_t g = 0; g < depth(); g++) std::memset(halves(r, g), 0, GROUP * sizeof(uint16_t));
     }
     int64_t output_words() const { return Weight{nullptr, tiles ? BF16 : FP32, inner, count}.words(); }
     int64_t position_words() const { return Weight{nullptr, tiles ? BF16 : FP32, count, inner}.words(); }
@@ -122,6 +130,7 @@ class PoolRows {
                 unpack_row(places_[r].row, dim_, places_[r].format, x.row(r));
             }
         }
+        x.end();
         return x;
     }
 
