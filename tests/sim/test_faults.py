@@ -42,3 +42,10 @@ def test_faults_are_drawn_from_the_seed_too() -> None:
         world.run()
         digests.add(world.clock.digest)
     assert len(digests) == 1
+
+
+@pytest.mark.parametrize("seed", [1894])
+def test_worlds_that_were_wrong_once(seed: int) -> None:
+    world = draw_world(seed, faults=3)
+    world.run()
+    world.verify()

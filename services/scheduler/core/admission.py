@@ -78,7 +78,7 @@ class Admission:
                     return
                 loads = RankLoads(self._residency, self._watermark, self._costs)
             rank, hit = place
-            is_loading = self._load(request, rank, hit, loads, now)
+            is_loading, hit = self._load(request, rank, hit, loads, now)
             if not is_loading and not self._residency.enter(request, rank, hit):
                 self.is_blocked = True
                 return
@@ -127,15 +127,23 @@ class Admission:
         local = max((hit.position for hit in self._hits(request).values()), default=0)
         return self._loads.ask(request, local, limit, now)
 
-    def _load(self, request: Request, rank: int, hit: Hit, loads: RankLoads, now: int) -> bool:
+    def _load(
+        self, request: Request, rank: int, hit: Hit, loads: RankLoads, now: int
+    ) -> tuple[bool, Hit]:
         """Let a kvstore fill what the device lacks, where that is worth it and leaves enough room
-        for what runs already to come to its end."""
+        for what runs already to come to its end.
+
+        Returns:
+            whether it does, and what the rank has of the prompt now: to look for room evicts.
+        """
         plan = self._loads.plan(request, rank, hit, self._limit(request))
         if plan is None or self._residency.memories[rank].states.num_available < 2:
-            return False
+            return False, hit
         if not loads.has_room(request, rank, Hit(global_blocks=tuple(plan.shared))):
-            return False
-        return self._loads.begin(request, rank, plan, now)
+            return False, hit
+        if self._loads.begin(request, rank, plan, now):
+            return True, hit
+        return False, self._hits(request).get(rank, Hit())
 
     def _absent(self, keys: Set[bytes]) -> set[bytes]:
         """Keys of points that no rank has."""
