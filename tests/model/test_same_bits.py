@@ -100,6 +100,24 @@ def test_a_request_goes_on_in_copied_blocks(numerics: str) -> None:
     assert same_bits(torch.cat((head.logits, tail.logits)), wanted.logits)
 
 
+@pytest.mark.parametrize("numerics", NUMERICS)
+@pytest.mark.parametrize("length", [1, 2, 40, 41, 90])
+def test_the_last_position_of_a_row_may_be_computed_again(numerics: str, length: int) -> None:
+    """As for a row that missed its mask; whole prompts end in open groups and in complete ones."""
+    model = fixture_model(numerics)
+    cache = poisoned_cache(model, 2, 2, 1)
+    request = Request(random_ids(90, seed=0), [0, 1], [0, 1], 0)
+    model.forward(StepBatch.build([request.row(length)]), cache)
+    request.done = length - 1
+    for _ in range(2):
+        again = model.forward(StepBatch.build([request.row(1)]), cache)
+        assert same_bits(again.logits[0], reference(numerics)[0].logits[length - 1])
+    request.done = length
+    if length < 90:
+        rest = model.forward(StepBatch.build([request.row(90 - length)]), cache)
+        assert same_bits(rest.logits, reference(numerics)[0].logits[length:])
+
+
 def test_window_blocks_behind_the_window_may_be_gone() -> None:
     model = fixture_model("fp32")
     ids = random_ids(150, seed=7)

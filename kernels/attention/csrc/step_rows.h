@@ -59,8 +59,9 @@ INLINE void pool_pair(const float* even, const float* even_gate, const float* od
 }
 
 // Entries that this step's tokens complete, normed. At ratio 1 x[token] is the value [dim]; at ratio
-// 2 value | gate, and `states` keeps the same of the even token of each open group: row `block` of
-// it is `state_stride` floats behind the one before.
+// 2 value | gate, and `states` keeps the same of each row's last even token, also where its group is
+// complete: the last position of a row that could not sample is computed again. Row `block` of it
+// is `state_stride` floats behind the one before.
 EXPORT void step_compress(const Step* s, const float* x, int64_t ratio, int64_t dim,
                           const float* norm, float eps, int64_t bf16, float* states,
                           int64_t state_stride, float* entries) {
@@ -82,8 +83,10 @@ EXPORT void step_compress(const Step* s, const float* x, int64_t ratio, int64_t 
     });
     for (int64_t row = 0; ratio == 2 && row < s->num_rows; row++) {
         const int64_t last = s->row_starts[row + 1] - 1;
-        if (last >= s->row_starts[row] && s->positions[last] % 2 == 0)
-            std::memcpy(states + s->state_blocks[row] * state_stride, x + last * 2 * dim, 8 * dim);
+        if (last < s->row_starts[row]) continue;
+        const int64_t even = last - s->positions[last] % 2;
+        if (even >= s->row_starts[row])
+            std::memcpy(states + s->state_blocks[row] * state_stride, x + even * 2 * dim, 8 * dim);
     }
 }
 

@@ -63,7 +63,7 @@ class PairPlan:
 
     resumed: Tensor  # indices into RatioPlan.ending whose even token was in an earlier step
     resumed_blocks: Tensor  # state block of each
-    open_tokens: Tensor  # tokens that leave a group open at the end of their row
+    open_tokens: Tensor  # the last token of each row that begins a group, complete or not
     open_blocks: Tensor  # state block of each
 
 
@@ -158,10 +158,12 @@ def _plan_pairs(batch: StepBatch, row_of: Tensor, plan: RatioPlan | None) -> Pai
     is_first = batch.row_starts[row_of[plan.ending]] == plan.ending
     resumed = is_first.nonzero().squeeze(1)
     last = batch.row_starts[1:] - 1
-    is_open = batch.positions[last] % 2 == 0
+    # also of a complete group: the last position of a row that could not sample comes again
+    even = last - batch.positions[last] % 2
+    is_kept = even >= batch.row_starts[:-1]
     return PairPlan(
         resumed=resumed,
         resumed_blocks=states[row_of[plan.ending[resumed]]],
-        open_tokens=last[is_open],
-        open_blocks=states[is_open],
+        open_tokens=even[is_kept],
+        open_blocks=states[is_kept],
     )
