@@ -2,19 +2,47 @@
 
 import itertools
 
+import numpy as np
+from numpy.typing import NDArray
+
 from deepmesh.config import Config
+from services.executor.interface import LiveRows
 from services.executor.masks.grammar_masks import GrammarMasks
+from services.executor.masks.protocol import MaskState
 from services.executor.runner import ModelEngine
+from services.executor.slots import SlotTable
 
 NO_EPOCH = -1
 _numbers = itertools.count()  # of mask workers
 
 
+class LateMasks(GrammarMasks):
+    """Every mask is there only when it is asked for the second time."""
+
+    def __init__(self, config: Config, name: str) -> None:
+        super().__init__(config, name, lambda *_: None)
+        self._asked: set[tuple[int, ...]] = set()  # slot, generation, position
+
+    def collect(self, live: LiveRows, slots: SlotTable) -> NDArray[np.uint8]:
+        """As the masks do, but late."""
+        states = super().collect(live, slots)
+        for row in np.flatnonzero(states == MaskState.MASK).tolist():
+            slot = int(live.slots[row])
+            place = (slot, int(slots.gen[slot]), int(slots.total_len[slot]))
+            if place not in self._asked:
+                self._asked.add(place)
+                states[row] = MaskState.MISSING
+        return states
+
+
 class KeptEngine(ModelEngine):
     """The engine with the real model; `close` only ends its epoch, `end` gives everything back."""
 
-    def __init__(self, config: Config) -> None:
-        masks = GrammarMasks(config, f"check-{next(_numbers)}", lambda *_: None)
+    def __init__(self, config: Config, *, late_masks: bool = False) -> None:
+        name = f"check-{next(_numbers)}"
+        masks = (
+            LateMasks(config, name) if late_masks else GrammarMasks(config, name, lambda *_: None)
+        )
         super().__init__(config, masks=masks)
 
     def close(self) -> None:

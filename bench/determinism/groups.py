@@ -79,6 +79,7 @@ class Groups:
             "cache_cold_and_warm": self._cold_and_warm,
             "preempted_at_every_position": self._preempted,
             "executor_restart": self._restarted,
+            "masks_missed": self._late_masks,
             "threads_2": self._two_threads,
             "ranks_2": self._two_ranks,
         }
@@ -134,6 +135,15 @@ class Groups:
         with self._rig(scheduler_config()) as rig:
             outputs = rig.run(self._numbered, 48, lose)
         assert losses, "the run ended before the executor was lost"
+        return [outputs]
+
+    def _late_masks(self) -> list[Outputs]:
+        """Rows whose mask is late sample nothing; their last position is computed again."""
+        engine = KeptEngine(self._setting.config(), late_masks=True)
+        self._engines.append(engine)
+        with self._rig(scheduler_config(), [engine]) as rig:
+            outputs = rig.run(self._numbered, 16)
+            assert rig.core.stats().null_rows > 0, "no mask was late"
         return [outputs]
 
     def _two_threads(self) -> list[Outputs]:
