@@ -23,7 +23,7 @@ def batch(
     as_json: JsonOption = False,
 ) -> None:
     """Answer a file of requests in the format of OpenAI's batches; without a running mesh, one is
-    started for it."""
+    started for it. Run again, it asks what has no answer yet; exit 1 while a line has failed."""
     from deepmesh.batch import Output, check_lines
 
     check_lines(source)
@@ -100,3 +100,5 @@ def _tell(totals: "Totals", output: Path, *, as_json: bool) -> None:
         return
     resumed = f", {totals.resumed} of an earlier run" if totals.resumed else ""
     print(f"{output}: {totals.succeeded} answered, {totals.failed} failed{resumed}")
+    if totals.failed:
+        print("its lines say why; the same command asks those again that were not wrong themselves")

@@ -1,5 +1,6 @@
 """Offline batches: every line exactly once, whatever is killed, and what is wrong is named."""
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -9,10 +10,12 @@ from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from deepmesh.batch import BatchError, Output, check_lines
+from deepmesh.async_client import AsyncClient
+from deepmesh.batch import BatchError, Output, Totals, check_lines, run_batch
 
 NUM_LINES = 60
 
@@ -26,6 +29,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.asked: Counter[str] = Counter()
         self.busy = 0  # 429 for so many requests
+        self.broken = 0  # the status of every answer, if it is one
         self.gate = threading.Semaphore(0)  # a request needs a permit
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.lock = threading.Lock()
@@ -47,7 +51,9 @@ class Handler(BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.asked[prompt] += 1
             is_busy, self.server.busy = self.server.busy > 0, max(0, self.server.busy - 1)
-        if is_busy:
+        if self.server.broken:
+            self._answer(self.server.broken, {"error": {"message": "down"}})
+        elif is_busy:
             self._answer(429, {"error": {"message": "busy"}}, ("retry-after", "0"))
         elif prompt == "bad":
             self._answer(400, {"error": {"message": "no", "param": "prompt"}})
@@ -105,7 +111,7 @@ def finish(process: "subprocess.Popen[str]") -> tuple[int, dict[str, int], str]:
     return process.returncode, json.loads(out) if out else {}, error
 
 
-def answers(output: Path) -> dict[str, dict[str, object]]:
+def answers(output: Path) -> dict[str, dict[str, Any]]:
     found = [json.loads(text) for text in output.read_text().splitlines()]
     assert len({each["custom_id"] for each in found}) == len(found), "a line is doubled"
     return {each["custom_id"]: each for each in found}
@@ -165,6 +171,50 @@ def test_a_whole_batch_asks_nothing_again(tmp_path: Path, server: Server) -> Non
     _, totals, _ = finish(start(source, tmp_path / "out.jsonl", server))
     assert totals == {"lines": 2, "resumed": 2, "succeeded": 0, "failed": 0}
     assert server.asked == Counter("ab")
+
+
+@pytest.mark.parametrize("status", [0, 401, 429, 503])
+def test_what_may_pass_is_asked_again(tmp_path: Path, server: Server, status: int) -> None:
+    """One line an id in the end, at its old place or not; a wrong request is asked once."""
+    source = write(tmp_path / "in.jsonl", ["a", "bad", "c"])
+    output = tmp_path / "out.jsonl"
+    server.gate.release(5)
+
+    def go(url: str) -> Totals:
+        async def run() -> Totals:
+            async with AsyncClient(url, attempts=1) as client:
+                return await run_batch(source, file, client, concurrency=1)
+
+        file = Output(output)
+        try:
+            return asyncio.run(run())
+        finally:
+            file.close()
+
+    server.broken = status
+    assert go(server.url if status else "http://127.0.0.1:9") == Totals(3, 0, 0, failed=3)
+    assert len(answers(output)) == 3
+    server.broken = 0
+    assert go(server.url) == Totals(3, 0, succeeded=2, failed=1)
+    server.asked.clear()
+    assert go(server.url) == Totals(3, resumed=2, succeeded=0, failed=1)  # still a failed line
+    assert not server.asked
+    found = answers(output)
+    codes = {id: each["response"]["status_code"] for id, each in found.items()}
+    assert codes == {"id-0": 200, "id-1": 400, "id-2": 200}
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["in.jsonl", "out.jsonl"]
+
+
+def test_an_output_that_was_replaced_is_still_locked(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    first = Output(path)
+    first.write({"id": "batch_req_1", "custom_id": "a", "response": None, "error": {}})
+    first.close()
+    again = Output(path)
+    assert path.read_bytes() == b""
+    with pytest.raises(BatchError, match="another batch"):
+        Output(path)
+    again.close()
 
 
 def test_one_batch_writes_an_output_at_a_time(tmp_path: Path) -> None:
