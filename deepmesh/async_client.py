@@ -6,7 +6,7 @@ from typing import Self
 
 import httpx
 
-from deepmesh.client_errors import ClientError
+from deepmesh.client_errors import ClientError, model_names, unreachable
 
 RETRIED = (408, 409, 429, 500, 502, 503, 504)
 LONGEST_WAIT_S = 30.0
@@ -24,14 +24,22 @@ class AsyncClient:
         attempts: int = 8,
         timeout_s: float = 600.0,
     ) -> None:
+        """Connects to nothing yet.
+
+        Raises:
+            ClientError: `url` is none.
+        """
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.AsyncClient(
-            base_url=url.rstrip("/"),
-            headers=headers,
-            timeout=httpx.Timeout(timeout_s, connect=5.0, pool=None),
-            limits=httpx.Limits(max_connections=concurrency),
-            trust_env=False,  # the gateway is usually on this machine
-        )
+        try:
+            self._http = httpx.AsyncClient(
+                base_url=url.rstrip("/"),
+                headers=headers,
+                timeout=httpx.Timeout(timeout_s, connect=5.0, pool=None),
+                limits=httpx.Limits(max_connections=concurrency),
+                trust_env=False,  # the gateway is usually on this machine
+            )
+        except httpx.InvalidURL as error:
+            raise ClientError(f"{url}: {error}") from error
         self._url = url
         self._attempts = attempts
 
@@ -48,8 +56,7 @@ class AsyncClient:
                 response = await self._http.post(path, content=body, headers=headers)
             except httpx.HTTPError as error:
                 if attempt >= self._attempts:
-                    why = str(error) or type(error).__name__
-                    raise ClientError(f"{self._url}: {why}; is the mesh up?") from error
+                    raise unreachable(self._url, error) from error
                 await asyncio.sleep(_wait_s(attempt, ""))
                 continue
             if response.status_code not in RETRIED or attempt >= self._attempts:
@@ -57,10 +64,19 @@ class AsyncClient:
             await asyncio.sleep(_wait_s(attempt, response.headers.get("retry-after", "")))
 
     async def first_model(self) -> str:
-        """The name of the model that the mesh serves."""
-        response = await self._http.get("/v1/models")
-        response.raise_for_status()
-        return str(response.json()["data"][0]["id"])
+        """The name of the model that the mesh serves; asks once.
+
+        Raises:
+            ClientError: no answer, an error, or no model.
+        """
+        try:
+            response = await self._http.get("/v1/models")
+        except httpx.HTTPError as error:
+            raise unreachable(self._url, error) from error
+        names = model_names(response)
+        if not names:
+            raise ClientError(f"{self._url}: serves no model yet")
+        return names[0]
 
     async def __aenter__(self) -> Self:
         return self

@@ -6,7 +6,7 @@ from typing import Literal, Self
 import httpx
 import msgspec
 
-from deepmesh.client_errors import ClientError, check_response
+from deepmesh.client_errors import ClientError, check_response, model_names, unreachable
 from deepmesh.offline import Engine, Output, agenerate, generate
 
 __all__ = ["ChatEvent", "Client", "ClientError", "Engine", "Output", "agenerate", "generate"]
@@ -27,7 +27,8 @@ class _Delta(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    delta: _Delta = msgspec.field(default_factory=_Delta)
+    delta: _Delta = msgspec.field(default_factory=_Delta)  # streamed
+    message: _Delta = msgspec.field(default_factory=_Delta)  # in one piece
     finish_reason: str | None = None
 
 
@@ -43,9 +44,12 @@ class Client:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(timeout_s, connect=5.0)
         # No proxies out of the environment: the gateway is usually on this machine.
-        self._http = httpx.Client(
-            base_url=url.rstrip("/"), headers=headers, timeout=timeout, trust_env=False
-        )
+        try:
+            self._http = httpx.Client(
+                base_url=url.rstrip("/"), headers=headers, timeout=timeout, trust_env=False
+            )
+        except httpx.InvalidURL as error:
+            raise ClientError(f"{url}: {error}") from error
         self._url = url
 
     def models(self) -> list[str]:
@@ -53,9 +57,8 @@ class Client:
         try:
             response = self._http.get("/v1/models")
         except httpx.HTTPError as error:
-            raise self._unreachable(error) from error
-        check_response(response)
-        return [str(entry["id"]) for entry in response.json()["data"]]
+            raise unreachable(self._url, error) from error
+        return model_names(response)
 
     def stream_chat(
         self, messages: list[Json], fields: Json, *, traceparent: str = ""
@@ -79,7 +82,7 @@ class Client:
                     if line.startswith("data:") and line[5:].strip() != "[DONE]":
                         yield from _events(line[5:])
         except httpx.HTTPError as error:
-            raise self._unreachable(error) from error
+            raise unreachable(self._url, error) from error
 
     def chat(self, messages: list[Json], fields: Json, *, traceparent: str = "") -> list[ChatEvent]:
         """The answer in one piece, as the same events."""
@@ -89,19 +92,16 @@ class Client:
                 "/v1/chat/completions", json=body, headers=_trace_header(traceparent)
             )
         except httpx.HTTPError as error:
-            raise self._unreachable(error) from error
+            raise unreachable(self._url, error) from error
         check_response(response)
-        choice = response.json()["choices"][0]
-        message = choice["message"]
-        return [
-            *[ChatEvent("thinking", t) for t in [message.get("reasoning_content")] if t],
-            *[ChatEvent("text", t) for t in [message.get("content")] if t],
-            ChatEvent("finish", choice["finish_reason"] or ""),
-        ]
-
-    def _unreachable(self, error: httpx.HTTPError) -> ClientError:
-        why = str(error) or type(error).__name__
-        return ClientError(f"{self._url}: {why}; is the mesh up? `deepmesh doctor` looks")
+        for choice in _decoded(response.content).choices:
+            message = choice.message
+            return [
+                *[ChatEvent("thinking", t) for t in [message.reasoning_content] if t],
+                *[ChatEvent("text", t) for t in [message.content] if t],
+                ChatEvent("finish", choice.finish_reason or ""),
+            ]
+        raise ClientError("the answer has no choices")
 
     def close(self) -> None:
         """Let go of the connections."""
@@ -123,8 +123,15 @@ def _trace_header(traceparent: str) -> dict[str, str]:
     return {"traceparent": traceparent} if traceparent else {}
 
 
+def _decoded(data: str | bytes) -> _Chunk:
+    try:
+        return msgspec.json.decode(data, type=_Chunk)
+    except msgspec.DecodeError as error:
+        raise ClientError(f"not the answer of a mesh: {error}") from error
+
+
 def _events(data: str) -> Iterator[ChatEvent]:
-    chunk = msgspec.json.decode(data, type=_Chunk)
+    chunk = _decoded(data)
     if chunk.error is not None:
         raise ClientError(str(chunk.error.get("message", chunk.error)))
     for choice in chunk.choices:

@@ -129,7 +129,7 @@ class Engine:
                 async with room:
                     response = await client.post(path, msgspec.json.encode(body))
                 check_response(response)
-                return _output(msgspec.json.decode(response.content, type=_Body))
+                return _output(response.content)
 
             tasks = [asyncio.ensure_future(one(prompt)) for prompt in prompts]
             try:
@@ -201,7 +201,11 @@ def _request(prompt: Prompt, fields: dict[str, object]) -> tuple[str, dict[str, 
     return "/v1/chat/completions", {**fields, "messages": prompt}
 
 
-def _output(body: _Body) -> Output:
+def _output(content: bytes) -> Output:
+    try:
+        body = msgspec.json.decode(content, type=_Body)
+    except msgspec.DecodeError as error:
+        raise ClientError(f"not the answer of a mesh: {error}") from error
     if not body.choices:
         raise ClientError("the answer has no choices")
     first, *others = body.choices

@@ -1,5 +1,6 @@
 """The commands as a user runs them."""
 
+import asyncio
 import hashlib
 import json
 import os
@@ -21,7 +22,7 @@ from deepmesh.cli.demo import Question, known_questions, shortened
 from deepmesh.cli.model import number, size
 from deepmesh.cli.trace import bar, drawn
 from deepmesh.cli.up import last_words, loading_bar
-from deepmesh.client import ClientError
+from deepmesh.client import Client, ClientError, agenerate, generate
 from deepmesh.run_dir import MeshRecord, ProcessRecord, RunDir
 from deepmesh.waterfall import Span, TraceError, build
 
@@ -161,6 +162,30 @@ def test_no_mesh_says_what_to_do() -> None:
     result = RUN.invoke(app, ["chat", "x", "--url", "http://127.0.0.1:9"])
     assert isinstance(result.exception, ClientError)
     assert "deepmesh doctor" in str(result.exception)
+
+
+NOWHERE = ["http://127.0.0.1:9", "127.0.0.1:9", "http://127.0.0.1:port"]
+
+
+@pytest.mark.parametrize("url", NOWHERE)
+def test_from_python_a_url_where_nobody_is_is_named(url: str) -> None:
+    with pytest.raises(ClientError, match=re.escape(url)):
+        generate(["x"], url=url)
+    with pytest.raises(ClientError, match=re.escape(url)):
+        asyncio.run(agenerate(["x"], url=url))
+    with pytest.raises(ClientError, match=re.escape(url)), Client(url) as client:
+        client.models()
+
+
+def test_from_python_something_else_that_answers_is_no_mesh(gateway: str) -> None:
+    """Neither where there is nothing (404) nor where the answer has another form."""
+    with pytest.raises(ClientError, match="HTTP 404"):
+        generate(["x"], url=f"{gateway}/elsewhere")
+    talk = [{"role": "user", "content": "x"}]
+    with pytest.raises(ClientError, match="not the answer of a mesh"):
+        generate([talk], url=gateway, stream=True)  # events where an answer was wanted
+    with pytest.raises(ClientError, match="temperature must be a number"):
+        generate([[{"role": "user", "content": "refuse"}]], url=gateway, stream=False)
 
 
 # ---------------------------------------------------------------- trace
