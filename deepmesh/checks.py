@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from deepmesh.config import Config, ConfigError, load_config
-from deepmesh.gateway_address import PortError, check_port, gateway_problem
+from deepmesh.gateway_address import PortError, check_port, gateway_fault
 from deepmesh.run_dir import MeshRecord, read_record, tail
 
 MIN_SHM_BYTES = 64 << 20
@@ -175,7 +175,7 @@ def check_mesh(config: Config) -> Iterator[Check]:
         yield _check_free_port(config)
         yield Check("mesh", "ok", "not running", "deepmesh up")
     else:
-        yield from _check_processes(record)
+        yield from _check_processes(record, run_dir)
 
 
 def _check_free_port(config: Config) -> Check:
@@ -188,7 +188,7 @@ def _check_free_port(config: Config) -> Check:
     return Check("port", "ok", f"{address} is free")
 
 
-def _check_processes(record: MeshRecord) -> Iterator[Check]:
+def _check_processes(record: MeshRecord, run_dir: Path) -> Iterator[Check]:
     for name, process in record.processes.items():
         restarts = f", started again {process.restarts} times" if process.restarts else ""
         restarts += f" ({process.last_end})" if process.last_end else ""
@@ -203,10 +203,23 @@ def _check_processes(record: MeshRecord) -> Iterator[Check]:
         else:
             last = " ".join(tail(Path(process.log), 1))
             yield Check(name, "fail", f"not running{restarts}; {last}", f"read {process.log}")
-    if problem := gateway_problem(record.url):
-        yield Check("mesh", "fail", f"not ready: {problem}", "read the logs above")
+    fault = gateway_fault(record.url)
+    if fault.code == "draining":
+        yield Check(
+            "mesh", "fail", f"drained: {record.url} takes no requests", _resume_hint(run_dir)
+        )
+    elif fault.message:
+        yield Check("mesh", "fail", f"not ready: {fault.message}", "read the logs above")
     else:
         yield Check("mesh", "ok", f"ready at {record.url}")
+
+
+def _resume_hint(run_dir: Path) -> str:
+    """The admin ports that take the order back; each gateway has its own and leaves it there."""
+    found = [path.read_text().strip() for path in sorted(run_dir.glob("gateway*.admin"))]
+    call = 'curl -X POST -H "Authorization: Bearer ADMIN_KEY"'
+    urls = [f"{url}/admin/resume" for url in found] or ["http://HOST:ADMIN_PORT/admin/resume"]
+    return f"to take requests again: {call} {' '.join(urls)}"
 
 
 def _log_hint(restarts: int, log: str) -> str:

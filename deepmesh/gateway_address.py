@@ -29,6 +29,18 @@ def gateway_is_ready(url: str, timeout_s: float = 2.0) -> bool:
 
 def gateway_problem(url: str, timeout_s: float = 2.0) -> str:
     """Why GET /ready does not answer 200, as far as the gateway knows; empty: it does."""
+    return gateway_fault(url, timeout_s).message
+
+
+class Fault(msgspec.Struct):
+    """Why a gateway cannot serve; without a message it can."""
+
+    message: str = ""
+    code: str = ""  # "draining": an operator's order; empty: it does not say
+
+
+def gateway_fault(url: str, timeout_s: float = 2.0) -> Fault:
+    """What GET /ready says."""
     parts = urlsplit(url)
     make = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = make(parts.hostname or "", parts.port, timeout=timeout_s)
@@ -36,22 +48,18 @@ def gateway_problem(url: str, timeout_s: float = 2.0) -> str:
         connection.request("GET", "/ready")
         response = connection.getresponse()
         if response.status == 200:
-            return ""
-        return msgspec.json.decode(response.read(), type=_Problem).error.message
+            return Fault()
+        return msgspec.json.decode(response.read(), type=_Problem).error
     except msgspec.DecodeError:
-        return f"{url}/ready does not say 200"
+        return Fault(f"{url}/ready does not say 200")
     except (OSError, http.client.HTTPException) as error:
-        return f"{url}: {error}"
+        return Fault(f"{url}: {error}")
     finally:
         connection.close()
 
 
-class _Error(msgspec.Struct):
-    message: str
-
-
 class _Problem(msgspec.Struct):
-    error: _Error
+    error: Fault
 
 
 def with_free_port(config: Config) -> Config:

@@ -45,6 +45,8 @@ def up(
         gateway = msgspec.structs.replace(settings.gateway, port=port)
         settings = msgspec.structs.replace(settings, gateway=gateway)
     if model is not None:
+        if not model.is_dir():
+            raise UserError(f"{model}: no such folder")
         if not (model / "config.json").is_file():
             raise UserError(f"{model}: no config.json in it")
         section = msgspec.structs.replace(settings.mesh, model=str(model.resolve()))

@@ -159,6 +159,8 @@ def _format(given: Json, param: str) -> Wanted | None:
             if "json_schema" in given:  # Chat's spelling
                 where = f"{param}.json_schema"
                 holder = as_object(given["json_schema"], where)
+            elif param == "response_format" and "schema" not in given:
+                raise Refusal(f"`{param}.json_schema` is missing.", f"{param}.json_schema")
             if holder.get("schema") is None:
                 raise Refusal(f"`{where}.schema` is missing.", f"{where}.schema")
             strict = boolean(holder, "strict")

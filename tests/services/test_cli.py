@@ -23,6 +23,7 @@ from deepmesh.cli.model import number, size
 from deepmesh.cli.trace import bar, drawn
 from deepmesh.cli.up import last_words, loading_bar
 from deepmesh.client import Client, ClientError, agenerate, generate
+from deepmesh.errors import UserError
 from deepmesh.run_dir import MeshRecord, ProcessRecord, RunDir
 from deepmesh.waterfall import Span, TraceError, build
 
@@ -46,6 +47,7 @@ class SmallGateway(BaseHTTPRequestHandler):
 
     seen: list[dict[str, object]]
     headers_seen: list[dict[str, str]]
+    fault: dict[str, str]  # what /ready says instead of yes
 
     def log_message(self, format: str, *args: object) -> None:
         """Be quiet."""
@@ -53,6 +55,8 @@ class SmallGateway(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/v1/models":
             self._answer(200, {"data": [{"id": "small"}]})
+        elif self.path == "/ready" and self.fault:
+            self._answer(503, {"error": self.fault})
         else:
             self._answer(200 if self.path == "/ready" else 404, {})
 
@@ -98,7 +102,7 @@ class SmallGateway(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def gateway() -> Iterator[str]:
-    SmallGateway.seen, SmallGateway.headers_seen = [], []
+    SmallGateway.seen, SmallGateway.headers_seen, SmallGateway.fault = [], [], {}
     server = ThreadingHTTPServer(("127.0.0.1", 0), SmallGateway)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
@@ -313,6 +317,20 @@ def test_doctor_looks_at_the_processes_of_a_running_mesh(tmp_path: Path, gateway
     assert found["mesh"]["found"] == f"ready at {gateway}"
 
 
+def test_doctor_says_how_to_end_a_drain(tmp_path: Path, gateway: str) -> None:
+    path = write_config(tmp_path)
+    record_of(tmp_path, gateway, os.getpid(), pid=os.getpid())
+    (tmp_path / "run" / "gateway.admin").write_text("http://127.0.0.1:8100\n")
+    SmallGateway.fault = {"message": "drained by an operator", "code": "draining"}
+    _, found = findings("--config", str(path))
+    assert found["mesh"]["state"] == "fail"
+    assert "drained" in found["mesh"]["found"]
+    assert "http://127.0.0.1:8100/admin/resume" in found["mesh"]["next_step"]
+    SmallGateway.fault = {"message": "no tokenizer is linked", "code": "not_ready"}
+    _, found = findings("--config", str(path))
+    assert found["mesh"]["found"] == "not ready: no tokenizer is linked"
+
+
 def test_doctor_tells_a_killed_mesh_from_a_running_one(tmp_path: Path) -> None:
     path = write_config(tmp_path)
     ended = subprocess.Popen([sys.executable, "-c", ""])
@@ -375,6 +393,13 @@ def test_a_wrong_configuration_is_one_line_and_exit_1(tmp_path: Path, command: s
     result = run_process(*command.split(), "--config", str(path))
     assert result.returncode == 1
     assert re.fullmatch(r"deepmesh: .*mesh\.toml: .*scheduler\.depth.*\n", result.stderr)
+
+
+def test_up_names_a_model_folder_that_is_not_there(tmp_path: Path) -> None:
+    for folder, what in ((tmp_path / "nowhere", "no such folder"), (tmp_path, "no config.json")):
+        result = RUN.invoke(app, ["up", "--model", str(folder)])
+        assert isinstance(result.exception, UserError)
+        assert str(result.exception).startswith(f"{folder}: {what}")
 
 
 def test_known_prompts_of_the_checkpoint_are_asked_one_of_a_kind(tmp_path: Path) -> None:

@@ -263,6 +263,7 @@ def test_strict_needs_an_object_at_the_top(preparer: Preparer) -> None:
         ("structured_outputs.regex", {"structured_outputs": {"json": {}, "regex": "a"}}),
         ("ignore_eos", {"guided_regex": "a", "ignore_eos": True}),
         ("response_format.type", {"response_format": {"type": "xml"}}),
+        ("response_format.json_schema", {"response_format": {"type": "json_schema"}}),
         (
             "response_format.json_schema.schema",
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
