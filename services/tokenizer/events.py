@@ -2,7 +2,8 @@
 
 The recipe draws tool-call ids at random and stamps chunks with the clock; both are rewritten
 here, because a restarted stream must continue the same objects. Usage is ours: the recipe does
-not count the end token, nor tokens whose bytes never completed a character.
+not count the end token, nor tokens whose bytes never completed a character, and counts reasoning
+by encoding its text.
 """
 
 import hashlib
@@ -14,6 +15,7 @@ import deepseek_recipe as dr
 import msgspec
 
 from deepmesh.wire.messages import FinishReason
+from services.tokenizer.reasoning import ReasoningCount
 from services.tokenizer.stop_text import StopText
 from services.tokenizer.text_stream import Token
 from services.tokenizer.text_template import TextTemplate
@@ -68,6 +70,7 @@ class RecipeStream:
         logprobs: bool,
         now_s: Callable[[], int],
         stop_text: StopText | None = None,
+        reasoning: ReasoningCount | None = None,
     ) -> None:
         self.stopped = False
         self.fingerprint = ""
@@ -75,6 +78,7 @@ class RecipeStream:
         self.head: Event = {}  # what all chunks of a chat have in common
         self.response: Event | None = None  # of a response: the latest state that was told
         self._stop_text = stop_text  # None: stop strings are no part of the text
+        self._reasoning = reasoning  # None: the output begins behind it, or there is none
         self._stop = ""  # the stop string that ended it and is to be shown
         self._channel = "content"  # what the latest text was
         self._frame = frame
@@ -102,6 +106,8 @@ class RecipeStream:
         self._completion_tokens += 1
         if token.id in self._silent_ids:
             return []
+        if self._reasoning is not None:
+            self._reasoning.push(token.id)
         logprobs = [_logprob_pair(token)] if self._logprobs else None
         chunks = self._processor.push(dr.InferenceChunk.tokens([token.id], logprobs))
         self.stopped = self._processor.finished
@@ -190,6 +196,7 @@ class RecipeStream:
         return [_sse({**chunk, "choices": [shown]})]
 
     def _chat_usage(self, usage: Event) -> Event:
+        self._correct_reasoning(usage.get("completion_tokens_details"))
         return {
             **usage,
             "prompt_tokens": self._prompt_tokens,
@@ -224,6 +231,7 @@ class RecipeStream:
             total = self._prompt_tokens + self._completion_tokens
             response["usage"]["output_tokens"] = self._completion_tokens
             response["usage"]["total_tokens"] = total
+            self._correct_reasoning(response["usage"].get("output_tokens_details"))
             response["usage"]["seed"] = self._frame.seed
 
     def _patch_item(self, item: Event) -> None:
@@ -266,6 +274,10 @@ class RecipeStream:
                     self._patch_block(block)
                 body["usage"]["output_tokens"] = self._completion_tokens
                 body["usage"]["seed"] = self._frame.seed
+
+    def _correct_reasoning(self, details: Event | None) -> None:
+        if details is not None and self._reasoning is not None:
+            details["reasoning_tokens"] = self._reasoning.tokens
 
     def _call_id(self, drawn: str) -> str:
         """The same call has the same id after a restart: hash of (answer, index of the call)."""

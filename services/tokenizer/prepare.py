@@ -49,7 +49,10 @@ class Preparer:
         self._settings = config.tokenizer
         self._models = (config.served_model, *config.mesh.aliases)
         self._recipe = Recipe(
-            self._model.tokenizer, self._models, thinking=self._settings.default_thinking
+            self._model.tokenizer,
+            self._model.vocabulary,
+            self._models,
+            thinking=self._settings.default_thinking,
         )
         self._limits = Limits(
             models=self._models,

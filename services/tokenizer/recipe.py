@@ -17,9 +17,11 @@ from services.tokenizer.events import Frame, RecipeStream, Stored
 from services.tokenizer.length import Room
 from services.tokenizer.normalize import Normal
 from services.tokenizer.reading import Json, is_array
+from services.tokenizer.reasoning import ReasoningCount
 from services.tokenizer.refusal import Refusal
 from services.tokenizer.sampling import MAX_TOKENS_BOUND, Settings
 from services.tokenizer.stop_text import StopText
+from services.tokenizer.vocabulary import Vocabulary
 
 Request = dr.ChatCompletionRequest | dr.ResponsesRequest | dr.MessagesRequest
 
@@ -30,6 +32,10 @@ _REQUESTS: dict[str, type[Request]] = {
     "count_tokens": dr.MessagesRequest,
 }
 _ID_PREFIXES = {"chat": "chatcmpl-", "responses": "resp_", "messages": "msg_"}
+_REASONING = (
+    dr.ThinkingInitialStage.ReasoningStart,
+    dr.ThinkingInitialStage.ReasoningContinuation,
+)
 _MAIN_FIELDS = {"responses": "input"}  # where the conversation is; messages otherwise
 
 
@@ -46,8 +52,16 @@ class Conversation(NamedTuple):
 class Recipe:
     """The library with one model's tokenizer and names. Safe to use from several threads."""
 
-    def __init__(self, tokenizer: dr.Tokenizer, models: tuple[str, ...], *, thinking: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: dr.Tokenizer,
+        vocabulary: Vocabulary,
+        models: tuple[str, ...],
+        *,
+        thinking: bool,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
         self._encoding = dr.DeepseekV41Encoding().with_tokenizer(self._tokenizer)
         self._options = dr.ConversionOptions(
             default_thinking_mode=thinking,
@@ -142,7 +156,13 @@ class Recipe:
             logprobs=settings.n_logprobs >= 0,
             now_s=now_s,
             stop_text=stop_text,
+            reasoning=self._reasoning(request.parsing_options),
         )
+
+    def _reasoning(self, parsing: dr.ParsingOptions) -> ReasoningCount | None:
+        if parsing.starts_in_tool_calls or parsing.thinking_initial_stage not in _REASONING:
+            return None
+        return ReasoningCount(self._vocabulary, parses_calls=parsing.parse_tool_calls)
 
 
 def response_id(protocol: str, rid: bytes) -> str:

@@ -15,7 +15,7 @@ from services.tokenizer.text_template import TextTemplate
 from tests.tiny import MODEL_FOLDER
 
 MODEL = load_model(MODEL_FOLDER)
-RECIPE = Recipe(MODEL.tokenizer, ("tiny",), thinking=True)
+RECIPE = Recipe(MODEL.tokenizer, MODEL.vocabulary, ("tiny",), thinking=True)
 LIMITS = Limits(models=("tiny",), vocab_size=MODEL.vocab_size, max_stops=16, default_thinking=True)
 IDS = Tokenizer.from_file(str(MODEL_FOLDER / "tokenizer.json"))
 TEXT = (
