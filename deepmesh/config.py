@@ -13,6 +13,8 @@ import msgspec
 from deepmesh.addresses import check_address
 
 MIN_DISK_BYTES = 16 << 20
+_ROOT = Path(__file__).resolve().parents[1]
+SHIPPED_MODEL = _ROOT / "models/tiny"
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -24,7 +26,7 @@ class MeshConfig(Section, frozen=True):
 
     name: str = "local"
     run_dir: str = ""  # sockets, traces, logs; empty: deepmesh-NAME-UID in the temporary folder
-    model: str = "models/tiny"  # folder of the checkpoint; relative to mesh.toml
+    model: str = ""  # folder of the checkpoint; relative to mesh.toml; empty: the one that ships
     served_model: str = ""  # name clients use; empty: the folder's name
     aliases: list[str] = []  # further names that clients may use
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -183,7 +185,7 @@ class Config(Section, frozen=True):
     @property
     def served_model(self) -> str:
         """The name clients use for the model."""
-        return self.mesh.served_model or Path(self.mesh.model).name
+        return self.mesh.served_model or Path(self.mesh.model or SHIPPED_MODEL).name
 
     def tokenizer_address(self, index: int) -> str:
         """Where tokenizer `index` listens."""
@@ -267,13 +269,14 @@ def load_config(path: Path | None) -> Config:
 
 
 def _resolve(config: Config, path: Path | None) -> Config:
-    base = path.resolve().parent if path is not None else Path(__file__).resolve().parents[1]
+    base = path.resolve().parent if path is not None else _ROOT
     mesh = config.mesh
     run_dir = mesh.run_dir or f"{tempfile.gettempdir()}/deepmesh-{mesh.name}-{os.getuid()}"
     longest = f"{run_dir}/tokenizer-999.sock"
     if len(longest.encode()) > 107:
         raise ConfigError(f"mesh.run_dir: {run_dir!r} is too long for a unix socket (107 bytes)")
-    mesh = msgspec.structs.replace(mesh, run_dir=run_dir, model=str((base / mesh.model).resolve()))
+    model = str((base / (mesh.model or SHIPPED_MODEL)).resolve())
+    mesh = msgspec.structs.replace(mesh, run_dir=run_dir, model=model)
     kvstore = config.kvstore
     if kvstore.address:
         kvstore = msgspec.structs.replace(kvstore, count=max(kvstore.count, 1))

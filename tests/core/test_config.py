@@ -21,6 +21,17 @@ def test_the_model_path_is_relative_to_the_file(tmp_path: Path) -> None:
     assert config.served_model == "chat"
 
 
+@pytest.mark.parametrize("text", ["", "[gateway]\nport = 0\n", '[mesh]\nmodel = ""\n'])
+def test_without_a_model_it_is_the_one_that_ships_wherever_the_file_lies(
+    tmp_path: Path, text: str
+) -> None:
+    (tmp_path / "mesh.toml").write_text(text)
+    config = load_config(tmp_path / "mesh.toml")
+    assert config.mesh.model == load_config(None).mesh.model
+    assert (Path(config.mesh.model) / "config.json").is_file()
+    assert config.served_model == "tiny"
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
