@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator
+from typing import get_args
 
 import msgspec
 import uvicorn
@@ -13,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from deepmesh import log
+from deepmesh.wire.link import Peer
 from deepmesh.wire.messages import FlushCache, SetLogLevel
 from services.gateway import errors
 from services.gateway.auth import Keys
@@ -26,8 +28,11 @@ _log = logging.getLogger(__name__)
 _MAX_BODY_BYTES = 4096
 
 
+_LEVELS = get_args(log.Level)
+
+
 class _Level(msgspec.Struct, forbid_unknown_fields=True):
-    level: log.Level
+    level: str
 
 
 class AdminServer(uvicorn.Server):
@@ -42,7 +47,11 @@ class AdminServer(uvicorn.Server):
 class Admin:
     """The orders of an operator. Each answers what holds now."""
 
-    def __init__(self, keys: Keys, gate: Gate, streams: Streams, tokenizers: Tokenizers) -> None:
+    def __init__(
+        self, name: str, keys: Keys, gate: Gate, streams: Streams, tokenizers: Tokenizers
+    ) -> None:
+        """`name`: of this gateway."""
+        self._name = name
         self._keys = keys
         self._gate = gate
         self._streams = streams
@@ -107,17 +116,16 @@ class Admin:
             body += piece
             if len(body) > _MAX_BODY_BYTES:
                 raise ProblemError(Problem(413, "request_too_large", "the body is too large"))
-        try:
-            level = msgspec.json.decode(bytes(body), type=_Level).level
-        except msgspec.DecodeError as error:
-            raise ProblemError(Problem(400, "invalid_request", str(error), "level")) from error
+        level = _level(bytes(body))
         log.set_level(level)
-        told = [
-            peer.name
-            for peer in self._tokenizers.peers
-            if self._tokenizers.send(peer.key, SetLogLevel(level))
-        ]
-        return _json({"level": level, "told": told})
+        told = [peer for peer in self._tokenizers.peers if self._told(peer, level)]
+        schedulers = {replica.name for peer in told for replica in peer.stats.replicas}
+        names = [self._name, *(peer.name for peer in told), *sorted(schedulers)]
+        return _json({"level": level, "told": names})
+
+    def _told(self, peer: Peer, level: str) -> bool:
+        """A tokenizer; it passes the order on to the schedulers that it knows."""
+        return self._tokenizers.send(peer.key, SetLogLevel(level))
 
     def _state(self) -> dict[str, object]:
         replicas = {r.name: r for peer in self._tokenizers.peers for r in peer.stats.replicas}
@@ -138,6 +146,23 @@ class Admin:
                 for name, replica in sorted(replicas.items())
             ],
         }
+
+
+def _level(body: bytes) -> str:
+    """Out of the body of an order."""
+    wanted = f'send {{"level": …}} with one of {", ".join(_LEVELS)}'
+    if not body.strip():
+        raise ProblemError(Problem(400, "invalid_request", f"the body is empty; {wanted}", "level"))
+    try:
+        level = msgspec.json.decode(body, type=_Level).level
+    except msgspec.DecodeError as error:
+        raise ProblemError(
+            Problem(400, "invalid_request", f"{error}; {wanted}", "level")
+        ) from error
+    if level not in _LEVELS:
+        message = f"{level!r} is no log level; {wanted}"
+        raise ProblemError(Problem(400, "invalid_request", message, "level"))
+    return level
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

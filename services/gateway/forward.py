@@ -1,5 +1,6 @@
 """Endpoints that pass the raw body to a tokenizer and its answer to the client."""
 
+import logging
 import time
 from urllib.parse import parse_qsl
 
@@ -32,6 +33,8 @@ from services.gateway.quotas import Quotas
 from services.gateway.relay import CLIENT_GONE, Relay, send_problem
 from services.gateway.stream import Stream
 from services.gateway.streams import Streams
+
+_log = logging.getLogger(__name__)
 
 
 class Edge(msgspec.Struct, frozen=True):
@@ -214,6 +217,14 @@ class Forward:
     def _finish(self, arrival: Arrival, span: Span, timer: RequestTimer) -> None:
         metrics = self._edge.metrics
         metrics.requests[self._protocol, arrival.status] += 1
+        _log.debug(
+            "%s %s %s: HTTP %d after %.3f s",
+            arrival.rid.hex()[:12],
+            arrival.request_id,
+            self._route,
+            arrival.status,
+            time.monotonic() - arrival.start_s,
+        )
         if arrival.status == 200:
             metrics.whole[self._protocol].observe(time.monotonic() - arrival.start_s)
         span.set("http.response.status_code", arrival.status)

@@ -197,7 +197,7 @@ class Gateway:
         if settings.admin_port < 0:
             return None
         keys = Keys(settings.admin_keys)
-        server = Admin(keys, self._gate, self.streams, self.tokenizers).server()
+        server = Admin(self._name, keys, self._gate, self.streams, self.tokenizers).server()
         return server, _bind(settings.admin_host, settings.admin_port, "gateway.admin_port")
 
     @contextlib.asynccontextmanager

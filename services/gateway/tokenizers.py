@@ -1,11 +1,14 @@
 """The links to the tokenizers: which are up, and which of them gets the next request."""
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
 from deepmesh.wire.link import Peer
 from deepmesh.wire.messages import AnyMessage, Submit
+
+_log = logging.getLogger(__name__)
 
 
 class TokenizerLink(Protocol):
@@ -58,6 +61,7 @@ class Tokenizers:
             peer = link.peer
             if peer is not None and link.send(submit):
                 self.num_placed[peer.key] += 1
+                _log.debug("%s -> %s", submit.rid.hex()[:12], peer.name)
                 return peer.key
         return ""
 

@@ -14,10 +14,12 @@ from deepmesh.telemetry import Tracer
 from deepmesh.wire.inbox import Inbox
 from deepmesh.wire.messages import (
     Abort,
+    Accepted,
     Ack,
     Attach,
     Capacity,
     Drain,
+    Failed,
     FlushCache,
     Generate,
     GpuDone,
@@ -224,6 +226,8 @@ class SchedulerService:
     def _carry_out(self, action: Action) -> None:
         match action:
             case Send(peer, message):
+                if isinstance(message, Accepted | Failed):
+                    self._note_answer(peer, message)
                 index = self._kvstore_indices.get(peer)
                 if index is not None:
                     self._kvstores[index].send(message)
@@ -246,6 +250,15 @@ class SchedulerService:
                 )
             case StepEnded():
                 self._traces.step(action)
+
+    def _note_answer(self, peer: str, message: Accepted | Failed) -> None:
+        """In the log at debug: whether a request is taken; its end is there at info."""
+        rid = message.rid.hex()[:12]
+        if isinstance(message, Failed):
+            _log.debug("%s of %s failed: %s %s", rid, peer, message.code.name, message.detail)
+        else:
+            waiting, live = len(self.core.waiting), len(self.core.registry.live)
+            _log.debug("%s of %s accepted: waiting=%d live=%d", rid, peer, waiting, live)
 
     def _say_last_words(self) -> None:
         """Let the last messages leave: their acknowledgements say that they arrived."""

@@ -17,6 +17,7 @@ from deepmesh.wire.messages import (
     Drain,
     ErrorCode,
     FlushCache,
+    Generate,
     Record,
     ServiceStats,
     SetLogLevel,
@@ -32,6 +33,7 @@ from services.tokenizer.generation import Generation
 from services.tokenizer.panics import panics_as_errors
 from services.tokenizer.prepare import Preparer
 from services.tokenizer.refusal import Refusal
+from services.tokenizer.request_log import note_placement, note_refusal
 from services.tokenizer.spans import Stamps
 from services.tokenizer.store_orders import Wanted
 
@@ -221,6 +223,8 @@ class Service:
             case ToGateway(name=name, message=message):
                 self._listener.send(name, message)  # False: it asks again when it is back
             case ToScheduler(name=name, message=message):
+                if isinstance(message, Generate):
+                    note_placement(name, message)
                 if dialer := self._dialers.get(name):
                     dialer.send(message)  # False: PeerDown follows and settles it
             case ToStore(message=message):
@@ -244,13 +248,13 @@ class Service:
         if len(submit.body) + len(record or b"") <= INLINE_BYTES:
             began_ns = time.time_ns()
             outcome = prepare(self._preparer, submit, context, record)
-            self._core.prepared(submit.rid, outcome, began_ns, _clock())
+            self._decided(submit, outcome, began_ns)
             return
         began_ns = time.time_ns()
         if self._preparing_bytes and self._preparing_bytes + len(submit.body) > MAX_PREPARING_BYTES:
             detail = "too many long prompts are being encoded already; try again later"
             busy = Refusal(detail, code=ErrorCode.OVERLOADED, retry_after_s=BUSY_RETRY_S)
-            self._core.prepared(submit.rid, busy, began_ns, _clock())
+            self._decided(submit, busy, began_ns)
             return
         self._preparing_bytes += len(submit.body)
         loop = asyncio.get_running_loop()
@@ -261,8 +265,13 @@ class Service:
         self._preparing_bytes -= len(submit.body)
         if done.cancelled():
             return
-        self._core.prepared(submit.rid, done.result(), began_ns, _clock())
+        self._decided(submit, done.result(), began_ns)
         self._act()
+
+    def _decided(self, submit: Submit, outcome: Prepared, began_ns: int) -> None:
+        if isinstance(outcome, Refusal):
+            note_refusal(submit.rid, outcome)
+        self._core.prepared(submit.rid, outcome, began_ns, _clock())
 
     def _stats(self) -> ServiceStats:
         stats = self._core.stats()

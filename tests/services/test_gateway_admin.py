@@ -13,7 +13,7 @@ import pytest
 
 from deepmesh.config import ConfigError, load_config
 from deepmesh.wire.messages import FlushCache, SetLogLevel, Submit
-from tests.services.gateway_harness import PATIENCE_S, Mesh, error_of, running_mesh
+from tests.services.gateway_harness import PATIENCE_S, Mesh, error_of, running_mesh, until
 
 KEY = "operator"
 DIGEST = hashlib.sha256(KEY.encode()).hexdigest()
@@ -72,17 +72,42 @@ def test_orders_go_to_the_tokenizers(mesh: Mesh) -> None:
     level = logging.getLogger().level
     try:
         status, told = call(mesh, "POST", "/admin/log_level", {"level": "error"})
-        assert (status, told) == (200, {"level": "error", "told": ["tokenizer-0"]})
+        names = ["gateway-0", "tokenizer-0", "scheduler-0"]
+        assert (status, told) == (200, {"level": "error", "told": names})
         assert mesh.tokenizer.expect(SetLogLevel).level == "error"
         assert logging.getLogger().level == logging.ERROR
     finally:
         logging.getLogger().setLevel(level)
 
 
-@pytest.mark.parametrize("body", [None, {}, {"level": "loud"}, {"level": "info", "x": 1}, [1]])
-def test_a_bad_level_is_named(mesh: Mesh, body: object) -> None:
+def test_at_debug_each_request_says_where_it_went_and_how_it_ended(
+    mesh: Mesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", logger="services.gateway")
+    running = mesh.post()
+    submit = mesh.tokenizer.expect(Submit)
+    mesh.tokenizer.answer(submit, b"{}")
+    running.getresponse().read()
+    rid = submit.rid.hex()[:12]
+    until(lambda: any(text.startswith(rid) and "HTTP 200" in text for text in caplog.messages))
+    assert f"{rid} -> tokenizer-0" in caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        (None, "the body is empty"),
+        ({}, "level"),
+        ({"level": "loud"}, "'loud'"),
+        ({"level": "info", "x": 1}, "`x`"),
+        ([1], "object"),
+    ],
+)
+def test_a_bad_level_is_named(mesh: Mesh, body: object, word: str) -> None:
     status, told = call(mesh, "POST", "/admin/log_level", body)
     assert (status, told["error"]["param"]) == (400, "level")
+    assert word in told["error"]["message"]
+    assert "debug, info, warning, error" in told["error"]["message"]
     assert not mesh.tokenizer.has_mail
 
 

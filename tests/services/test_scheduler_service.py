@@ -183,6 +183,24 @@ def test_requests_run_to_their_end_over_the_wire(mesh: Mesh) -> None:
         request.verify(VOCAB)
 
 
+def test_at_debug_each_request_says_that_it_is_accepted_and_how_it_ended(
+    mesh: Mesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", logger="services.scheduler")
+    mesh.wait_ready()
+    request = mesh.tokenizer.ask(1, words(40), 5)
+    rid = request.rid.hex()[:12]
+
+    def lines() -> list[str]:
+        return [text for text in caplog.messages if text.startswith(rid)]
+
+    mesh.pump(lambda: len(lines()) == 2)
+    first, last = lines()
+    assert first.startswith(f"{rid} of tokenizer-0 accepted")
+    assert "prompt=40" in last
+    assert "output=5" in last
+
+
 def test_heartbeats_tell_the_state_of_the_replica(mesh: Mesh) -> None:
     mesh.wait_ready()
     request = mesh.tokenizer.ask(1, words(40), 5)

@@ -14,7 +14,7 @@ from deepmesh.config import TelemetryConfig
 from deepmesh.telemetry import new_traceparent, setup, trace_id_of
 from deepmesh.wire.messages import Generate
 from tests.fakes import FakeGateway, FakeScheduler, Stage
-from tests.services.tokenizer_harness import HI, MODEL, PLAIN, Bench, ids_of, make_config
+from tests.services.tokenizer_harness import HI, MODEL, PLAIN, Bench, bench, ids_of, make_config
 
 ROOT = Path(__file__).parents[2]
 CHAT = {"model": "tiny", "messages": HI, "stream": True, **PLAIN}
@@ -91,6 +91,23 @@ def test_a_checkpoint_without_its_numbers_is_refused(tmp_path: Path, key: str) -
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 2
     assert key in errors
+
+
+def test_at_debug_each_request_says_what_became_of_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", logger="services.tokenizer")
+    with bench(tmp_path) as mesh:
+        rid = mesh.gateway.submit("chat", {**CHAT, "max_tokens": 7})
+        mesh.scheduler.answer(mesh.scheduler.expect(Generate), ids_of("Hello"))
+        mesh.gateway.reply(rid)
+        refused = mesh.gateway.submit("chat", {**CHAT, "max_tokens": 0})
+        mesh.gateway.reply(refused)
+    lines = [record.message for record in caplog.records if record.levelname == "DEBUG"]
+    assert len(lines) == 2, lines
+    assert lines[0].startswith(f"{rid.hex()[:12]}.0 -> scheduler-0: ")
+    assert "max_tokens=7" in lines[0]
+    assert lines[1].startswith(f"{refused.hex()[:12]} refused: INVALID max_tokens")
 
 
 def test_each_request_leaves_its_spans(tmp_path: Path) -> None:
