@@ -138,7 +138,7 @@ class CompletionStream:
         self._finish_reason = ""
         self._request = request
         self._vocabulary = vocabulary
-        self._silent_ids = silent_ids  # end and stop ids: counted, never shown
+        self._silent_ids = silent_ids  # end, stop and control ids: counted, never shown
         self._detokenizer = Detokenizer(vocabulary)
         self._stops = StopMatcher(request.stops, keep=request.settings.stop_in_text)
         self._cached_tokens = 0

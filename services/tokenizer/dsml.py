@@ -18,7 +18,6 @@ import msgspec
 
 from services.tokenizer.reading import Json, is_array, is_object
 
-MARKER = "｜DSML｜"  # a token of its own
 OPEN = "<｜DSML｜ calls>\n"
 CLOSE = "</｜DSML｜ calls>"
 # compact JSON with the blanks that models like

@@ -69,6 +69,7 @@ class RecipeStream:
         silent_ids: frozenset[int],
         logprobs: bool,
         now_s: Callable[[], int],
+        hidden_ids: frozenset[int] = frozenset(),
         stop_text: StopText | None = None,
         reasoning: ReasoningCount | None = None,
     ) -> None:
@@ -85,6 +86,7 @@ class RecipeStream:
         self._processor = dr.StreamProcessor(generator, parsing, tokenizer)
         self._prompt_tokens = prompt_tokens
         self._silent_ids = silent_ids  # end and stop ids: counted, never shown
+        self._hidden_ids = hidden_ids  # control tokens: the same, and they may be reasoning
         self._logprobs = logprobs
         is_plain = stop_text is None and not logprobs and not frame.usage_each
         self._template = TextTemplate() if is_plain else None  # None: events depend on more
@@ -108,6 +110,8 @@ class RecipeStream:
             return []
         if self._reasoning is not None:
             self._reasoning.push(token.id)
+        if token.id in self._hidden_ids:
+            return []
         logprobs = [_logprob_pair(token)] if self._logprobs else None
         chunks = self._processor.push(dr.InferenceChunk.tokens([token.id], logprobs))
         self.stopped = self._processor.finished

@@ -115,7 +115,7 @@ _SAMPLING: dict[str, Rule] = {
     "prompt_cache_retention": _HINT,
     "metadata": _HINT,
     "service_tier": _TIER,
-    "skip_special_tokens": _refused("it cannot be switched off", True),
+    "skip_special_tokens": _refused("control tokens are always skipped", True),
     "spaces_between_special_tokens": _refused("no spaces are added", True),
     "return_token_ids": _refused("token ids are not part of answers", False),
     "guided_json": _GUIDED,

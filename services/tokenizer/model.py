@@ -10,7 +10,6 @@ from services.tokenizer.vocabulary import ModelError, Vocabulary
 
 EOS = "<｜end▁of▁sentence｜>"
 BOS = "<｜begin▁of▁sentence｜>"
-THINK, THINK_END = "<think>", "</think>"
 
 
 class Model(NamedTuple):

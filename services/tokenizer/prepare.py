@@ -21,7 +21,7 @@ from services.tokenizer.events import RecipeStream, Stored
 from services.tokenizer.generation import Generation, Thinking
 from services.tokenizer.grammar import starts_after
 from services.tokenizer.length import Room
-from services.tokenizer.model import THINK, THINK_END, load_model
+from services.tokenizer.model import load_model
 from services.tokenizer.normalize import Limits, normalise
 from services.tokenizer.reading import Json, as_text, boolean, parse_object, stop_strings
 from services.tokenizer.recipe import Recipe, deepseek_sampling
@@ -30,6 +30,7 @@ from services.tokenizer.sampling import Settings
 from services.tokenizer.stop_text import StopText
 from services.tokenizer.store_orders import Wanted
 from services.tokenizer.text_stream import TextStream
+from services.tokenizer.vocabulary import THINK, THINK_END
 
 PROMPT_FIELD = {
     "chat": "messages",
@@ -174,10 +175,11 @@ class Preparer:
     def _completion(self, submit: Submit, body: Json, context: int) -> Generation:
         request = read_completion(body, self._limits, self._model, self._room(context))
         created_s = submit.created_s or self._now_s()
-        silent = self._silent_ids(request.settings)
+        vocabulary = self._model.vocabulary
+        control = vocabulary.control_ids - vocabulary.added_ids(request.stops)
+        silent = self._silent_ids(request.settings) | control
 
         def text_of(choice: int | None) -> CompletionStream:
-            vocabulary = self._model.vocabulary
             return CompletionStream(
                 request,
                 vocabulary,

@@ -2,9 +2,8 @@
 
 from collections import deque
 
-from services.tokenizer.dsml import MARKER, OPEN
-from services.tokenizer.model import THINK_END
-from services.tokenizer.vocabulary import Vocabulary
+from services.tokenizer.dsml import OPEN
+from services.tokenizer.vocabulary import MARKER, THINK_END, Vocabulary
 
 _OPEN = OPEN.rstrip().encode()
 _REACH = 16  # tokens; more than spell the blank lines and the tag that open a block of calls

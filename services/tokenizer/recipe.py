@@ -21,7 +21,7 @@ from services.tokenizer.reasoning import ReasoningCount
 from services.tokenizer.refusal import Refusal
 from services.tokenizer.sampling import MAX_TOKENS_BOUND, Settings
 from services.tokenizer.stop_text import StopText
-from services.tokenizer.vocabulary import Vocabulary
+from services.tokenizer.vocabulary import MARKER, THINK, Vocabulary
 
 Request = dr.ChatCompletionRequest | dr.ResponsesRequest | dr.MessagesRequest
 
@@ -155,9 +155,16 @@ class Recipe:
             silent_ids=silent_ids,
             logprobs=settings.n_logprobs >= 0,
             now_s=now_s,
+            hidden_ids=self._hidden_ids(request.parsing_options),
             stop_text=stop_text,
             reasoning=self._reasoning(request.parsing_options),
         )
+
+    def _hidden_ids(self, parsing: dr.ParsingOptions) -> frozenset[int]:
+        """Control tokens, and the marks that are none at this place: the recipe would take them for
+        text."""
+        marks = (THINK,) if parsing.parse_tool_calls else (THINK, MARKER)
+        return self._vocabulary.control_ids | self._vocabulary.added_ids(marks)
 
     def _reasoning(self, parsing: dr.ParsingOptions) -> ReasoningCount | None:
         if parsing.starts_in_tool_calls or parsing.thinking_initial_stage not in _REASONING:

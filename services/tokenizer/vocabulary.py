@@ -1,7 +1,15 @@
 """The bytes behind each token id, read from tokenizer.json."""
 
 import json
+import re
+from collections.abc import Iterable
 from typing import Any, cast
+
+THINK, THINK_END = "<think>", "</think>"
+MARKER = "｜DSML｜"
+# What answers are parsed by. Checkpoints differ in whether these are special.
+PARSED = frozenset({THINK, THINK_END, MARKER})
+_CONTROL = re.compile("<｜.+｜>")  # special or not, as checkpoints differ here, too
 
 
 class ModelError(ValueError):
@@ -22,11 +30,15 @@ class Vocabulary:
             # an added token may use any character; it is overwritten below
             self._bytes[token_id] = bytes(to_byte[c] for c in text if c in to_byte)
         self._added: dict[str, int] = {}
+        control: set[int] = set()
         self._is_lossless = _is_lossless(spec)
         for token in cast("list[dict[str, Any]]", spec.get("added_tokens") or []):
             token_id, text = int(token["id"]), str(token["content"])
             self._bytes[token_id] = text.encode()
             self._added[text] = token_id
+            if text not in PARSED and (token.get("special") or _CONTROL.fullmatch(text)):
+                control.add(token_id)
+        self.control_ids = frozenset(control)  # structure of a conversation, no part of its text
 
     def special_id(self, text: str) -> int:
         """The id of an added token.
@@ -37,6 +49,10 @@ class Vocabulary:
         if text not in self._added:
             raise ModelError(f"tokenizer.json: the token {text} is missing")
         return self._added[text]
+
+    def added_ids(self, texts: Iterable[str]) -> frozenset[int]:
+        """Those of added tokens with just these texts."""
+        return frozenset(self._added[text] for text in texts if text in self._added)
 
     @property
     def max_token_bytes(self) -> int | None:

@@ -249,6 +249,96 @@ def test_the_recipe_bears_any_tokens(protocol: str, ids: list[int]) -> None:
     assert data
 
 
+CONTROL = sorted(VOCABULARY.control_ids - {TOKENIZER.token_to_id("<｜end▁of▁sentence｜>")})
+
+
+def answer(request: Request, ids: list[int], cuts: list[int]) -> tuple[list[Any], list[int]]:
+    """All that a client is told, but for usage, and the numbers of output tokens."""
+    assert request.generation is not None
+    events = play(request, ids, cuts, FinishReason.LENGTH)
+    body = request.generation.text.body()
+    data = stream_data(events) if events else [msgspec.json.decode(body)]
+    counts: list[int] = []
+    for event in data:
+        for part in (event, event.get("response") or {}):
+            usage = part.pop("usage", None) or {}
+            counts += [usage[k] for k in ("completion_tokens", "output_tokens") if k in usage]
+    return data, counts
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("protocol", sorted(BODIES))
+@settings(max_examples=25, deadline=None)
+@given(
+    output=st.sampled_from(OUTPUTS),
+    control=st.lists(st.tuples(st.integers(0, 60), st.sampled_from(CONTROL)), max_size=9),
+    cuts=st.lists(st.integers(1, 60)),
+)
+@example(output=OUTPUTS[0], control=[(n, CONTROL[n % len(CONTROL)]) for n in range(60)], cuts=[])
+@example(output=OUTPUTS[2], control=[(n, CONTROL[n % len(CONTROL)]) for n in range(60)], cuts=[9])
+def test_control_tokens_within_an_answer_are_counted_and_never_told(
+    protocol: str,
+    output: str,
+    control: list[tuple[int, int]],
+    cuts: list[int],
+    *,
+    stream: bool,
+) -> None:
+    """In no text, no logprobs; they break no character, no mark and no call."""
+    more = {"stream_options": {"include_usage": True}} if stream and protocol == "chat" else {}
+    clean = ids_of(output)
+    ids = list(clean)
+    for at, token in control:
+        ids.insert(at, token)
+    request = begin(protocol, stream=stream, **more)
+    told, counts = answer(request, ids, cuts)
+    assert told == answer(begin(protocol, stream=stream, **more), clean, [])[0]
+    if counts:
+        assert counts[-1] == request.position
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 30) | st.integers(0, VOCAB_SIZE - 1), max_size=20))
+def test_a_completion_shows_the_marks_but_no_control_tokens(ids: list[int]) -> None:
+    data = stream_data(
+        play(begin("completions", stop=None, logprobs=None), ids, [], FinishReason.LENGTH)
+    )
+    shown = [token for token in ids if token not in VOCABULARY.control_ids]
+    whole = TOKENIZER.decode(shown, skip_special_tokens=False)
+    text = "".join(chunk["choices"][0]["text"] for chunk in data)
+    assert whole.startswith(text)
+    assert len(whole) - len(text) <= 1  # an unfinished character at the end
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_control_token_may_be_the_stop_string_of_a_completion(*, stream: bool) -> None:
+    ids = ids_of("Hello<｜ref｜> there<｜User｜>more")
+    request = begin("completions", stream=stream, stop=["<｜User｜>"])
+    data, _ = answer(request, ids, [])
+    text, _, reason = told("completions", data) if stream else told_plain("completions", data[0])
+    assert (text, reason) == ("Hello there", "stop")
+
+
+@pytest.mark.parametrize("protocol", ["chat", "responses", "messages"])
+def test_marks_that_mark_nothing_are_not_told(protocol: str) -> None:
+    """Without tools, DSML has no meaning, and no answer opens its thinking again."""
+    ids = ids_of("so</think>Hel｜DSML｜lo<think>, you</think>!")
+    request = begin(protocol, stream=False, tools=None)
+    data, _ = answer(request, ids, [])
+    text, _, _ = told_plain(protocol, data[0])
+    assert text == "Hello, you!"
+
+
+def test_control_tokens_are_known_by_flag_or_spelling() -> None:
+    texts = {"<｜User｜>": False, "[PAD]": True, "</think>": True, "｜DSML｜": True, "<b>": False}
+    added = [
+        {"id": at, "content": text, "special": special}
+        for at, (text, special) in enumerate(texts.items())
+    ]
+    spec = {"model": {"vocab": {}}, "decoder": {"type": "ByteLevel"}, "added_tokens": added}
+    assert Vocabulary(msgspec.json.encode(spec).decode()).control_ids == {0, 1}
+
+
 def test_usage_counts_tokens_that_show_nothing() -> None:
     half = TOKENIZER.encode("👋", add_special_tokens=False).ids[:-1]
     for protocol, path in (("chat", "completion_tokens"), ("responses", "output_tokens")):

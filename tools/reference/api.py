@@ -24,6 +24,11 @@ Other endpoints: `GET /v1/models`, `GET /v1/models/{id}`, `GET` and `DELETE /v1/
 
 Stored responses need a kvstore (`kvstore.count`) and last `tokenizer.response_ttl_s`; any tokenizer
 serves them, to the API key that made them. Images, audio and files are refused in messages.
+
+Control tokens of the model (`<｜User｜>`, `<｜ref｜>`, ...) within an answer are counted in its
+usage and skipped in its text and logprobs, as `skip_special_tokens` does elsewhere. Completions
+keep `<think>`, `</think>` and `｜DSML｜` in the text, for clients that parse them, and end at a
+control token that is a stop string; the other protocols make reasoning and calls of the marks.
 """
 _ROUTES = {
     "chat": "POST /v1/chat/completions",
