@@ -82,9 +82,7 @@ class GrammarStore:
         """What has been compiling for too long is a failure, whatever comes of it."""
         now_ns = time.time_ns()
         for compiled in self._kept.values():
-            if not compiled.is_done and now_ns - compiled.begin_ns > self._limit_ns:
-                limit_s = self._limit_ns / 1e9
-                compiled.problem = f"it takes more than {limit_s:g} s to compile: simplify it"
+            if not compiled.is_done and self._is_late(compiled, now_ns):
                 compiled.end_ns = now_ns
 
     def close(self) -> None:
@@ -110,10 +108,18 @@ class GrammarStore:
     def _finish(self, compiled: Compiled, done: "Future[LLMatcher]") -> None:
         if done.cancelled() or compiled.is_done:
             return
-        error = done.exception()
-        if error is None:
-            compiled.matcher = done.result()
-        else:
+        error, now_ns = done.exception(), time.time_ns()
+        if error is not None:
             compiled.problem = str(error) or type(error).__name__
-        compiled.end_ns = time.time_ns()
+        elif not self._is_late(compiled, now_ns):  # nobody may have looked meanwhile
+            compiled.matcher = done.result()
+        compiled.end_ns = now_ns
         self._wake()
+
+    def _is_late(self, compiled: Compiled, now_ns: int) -> bool:
+        """Whether its time is over; then it is its problem."""
+        if now_ns - compiled.begin_ns <= self._limit_ns:
+            return False
+        limit_s = self._limit_ns / 1e9
+        compiled.problem = f"it takes more than {limit_s:g} s to compile: simplify it"
+        return True
