@@ -59,7 +59,6 @@ class _Door:
         with self._lock:
             self._num_opened += 1
             domain = f"{name}/{self._num_opened}"
-            self._lists[domain] = clients
             if self._thread is None:
                 context = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
                 socket = context.socket(zmq.REP)  # bound before any listener is
@@ -69,6 +68,7 @@ class _Door:
                     target=self._answer, args=(socket, self._wake_fd), name="zap", daemon=True
                 )
                 self._thread.start()
+            self._lists[domain] = clients
             return domain
 
     def shut(self, domain: str) -> None:
@@ -91,6 +91,7 @@ class _Door:
                 status, text, user = self._judge(request := socket.recv_multipart())
                 socket.send_multipart([VERSION, request[1], status, text, user, b""])
         finally:
+            socket.unbind(ENDPOINT)  # close alone frees the address later, in another thread
             socket.close(linger=0)
 
     def _judge(self, request: list[bytes]) -> tuple[bytes, bytes, bytes]:
