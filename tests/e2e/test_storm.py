@@ -161,7 +161,7 @@ def http_storm(seed: int) -> list[dict[str, object]]:
             "prompt": [
                 rng.randrange(20, VOCAB_SIZE) for _ in range(rng.choice([3, 59, 61, 62, 126]))
             ],
-            "max_tokens": rng.choice([16, 32, 48]),
+            "max_tokens": rng.choice([48, 70, 90]),
             "temperature": rng.choice([0.0, 0.8]),
             "seed": n,
             "ignore_eos": True,
