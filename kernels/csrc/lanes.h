@@ -102,9 +102,9 @@ INLINE F max_lanes(F v) {
     return vmax(v, swap_1(v));
 }
 
-// e^x within 2 units in the last place; 0 below -87.3, infinity above 88.7, NaN stays.
-INLINE F vexp(F x) {
-    F n = fma(x, splat(1.44269504f), splat(12582912.0f)) - 12582912.0f;  // nearest integer
+// e^x = result * 2^n, n the nearest integer to x / ln 2.
+INLINE F vexp_parts(F x, F& n) {
+    n = fma(x, splat(1.44269504f), splat(12582912.0f)) - 12582912.0f;
     F r = fma(n, splat(-0.693359375f), x);
     r = fma(n, splat(2.12194440e-4f), r);
     F p = splat(1.9875691500e-4f);
@@ -113,7 +113,12 @@ INLINE F vexp(F x) {
     p = fma(p, r, splat(4.1665795894e-2f));
     p = fma(p, r, splat(1.6666665459e-1f));
     p = fma(p, r, splat(5.0000001201e-1f));
-    p = fma(p, r * r, r) + 1.0f;
+    return fma(p, r * r, r) + 1.0f;
+}
+
+// e^x within 2 units in the last place; 0 below -87.3, infinity above 88.7, NaN stays.
+INLINE F vexp(F x) {
+    F n, p = vexp_parts(x, n);
     F clamped = vmin(vmax(n, splat(-126.0f)), splat(127.0f));
     I power = __builtin_convertvector(clamped, I);
     F y = p * (F)((power + 127) << 23);

@@ -5,16 +5,7 @@
 
 // e^x of x <= 0, as `vexp`.
 INLINE F vexp_falling(F x) {
-    F n = fma(x, splat(1.44269504f), splat(12582912.0f)) - 12582912.0f;  // nearest integer
-    F r = fma(n, splat(-0.693359375f), x);
-    r = fma(n, splat(2.12194440e-4f), r);
-    F p = splat(1.9875691500e-4f);
-    p = fma(p, r, splat(1.3981999507e-3f));
-    p = fma(p, r, splat(8.3334519073e-3f));
-    p = fma(p, r, splat(4.1665795894e-2f));
-    p = fma(p, r, splat(1.6666665459e-1f));
-    p = fma(p, r, splat(5.0000001201e-1f));
-    p = fma(p, r * r, r) + 1.0f;
+    F n, p = vexp_parts(x, n);
     const I power = __builtin_convertvector(vmax(n, splat(-126.0f)), I);
     return x < -87.3f ? splat(0.0f) : p * (F)((power + 127) << 23);  // NaN stays in p
 }
