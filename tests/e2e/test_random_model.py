@@ -85,13 +85,16 @@ def test_a_mesh_serves_it(nano: Path, tmp_path: Path) -> None:
         (["model", "random", "--layers", "1", "--out", "OUT"], "layers: 1"),
         (["model", "random", "--tokenizer", "nothing.json", "--out", "OUT"], "nothing.json"),
         (["model", "random", "--preset", "v41-nano", "--out", "."], "is there already"),
-        (["up", "--model", "OUT"], "no config.json"),
+        (["up", "--model", "OUT"], "no such folder"),
+        (["up", "--model", "EMPTY"], "no config.json"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(tmp_path: Path, arguments: list[str], words: str) -> None:
-    out = str(tmp_path / "new")
+    out, empty = str(tmp_path / "new"), tmp_path / "empty"
+    empty.mkdir()
+    paths = {"OUT": out, "EMPTY": str(empty)}
     done = subprocess.run(
-        [sys.executable, "-m", "deepmesh.cli", *(out if a == "OUT" else a for a in arguments)],
+        [sys.executable, "-m", "deepmesh.cli", *(paths.get(a, a) for a in arguments)],
         capture_output=True,
         text=True,
         timeout=60,
