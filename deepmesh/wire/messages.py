@@ -320,6 +320,7 @@ class PromptLogprobs(Struct, frozen=True):
     top_ids: Ids = b""  # int32 [num_ids, n_prompt_logprobs], best first
     top_logprobs: bytes = b""  # float32 [num_ids, n_prompt_logprobs]
     row: int = 0  # in a StepResult: the row of the step that computed them
+    ranks: bytes = b""  # int32 [num_ids], place of each among all ids, 1 the best; empty: unknown
 
 
 class TokenRow(Struct, frozen=True):

@@ -65,6 +65,7 @@ def prompt_logprobs(live: LiveRows, slots: SlotTable) -> list[PromptLogprobs]:
                 top_ids.astype("<i4").tobytes(),
                 top_logprobs.astype("<f4").tobytes(),
                 row=int(live.rows[i]),
+                ranks=np.ones(len(positions), "<i4").tobytes(),
             )
         )
     return found

@@ -8,6 +8,7 @@ from torch import Tensor
 from deepmesh.wire.messages import PromptLogprobs
 from kernels.sampling.finite_rows import finite_rows
 from kernels.sampling.token_logprobs import token_logprobs
+from kernels.sampling.token_ranks import token_ranks
 from services.executor.interface import LiveRows
 from services.executor.slots import SlotTable
 
@@ -47,6 +48,7 @@ def prompt_logprobs(
                 top_ids=best.numpy().astype("<i4").tobytes(),
                 top_logprobs=values.numpy().astype("<f4").tobytes(),
                 row=int(live.rows[i]),
+                ranks=token_ranks(part, ids).numpy().astype("<i4").tobytes(),
             )
         )
     return found

@@ -23,14 +23,21 @@ def part(first: int, count: int, row: int = 0) -> PromptLogprobs:
         pack_ids(np.repeat(positions, TOP).astype(np.int32)),
         np.repeat(-positions, TOP).astype("<f4").tobytes(),
         row,
+        positions.astype("<i4").tobytes(),
     )
 
 
-def ask(driver: Driver, prompt: list[int], n_prompt_logprobs: int = TOP) -> SimRequest:
+def ask(
+    driver: Driver, prompt: list[int], n_prompt_logprobs: int = TOP, known: list[int] | None = None
+) -> SimRequest:
     rid = hashlib.blake2b(f"asked {len(driver.requests)}".encode(), digest_size=16).digest()
     request = SimRequest(rid, prompt, 4)
     driver.requests[rid] = request
-    message = replace(request.generate(TOKENIZER), n_prompt_logprobs=n_prompt_logprobs)
+    message = replace(
+        request.generate(TOKENIZER),
+        n_prompt_logprobs=n_prompt_logprobs,
+        confirmed_ids=pack_ids(known or []),
+    )
     driver.mail(message)
     return request
 
@@ -77,6 +84,26 @@ def test_they_are_sent_again_to_whoever_attaches() -> None:
     assert first_rows(driver) == [part(1, 39)] * 2
 
 
+def test_who_comes_before_they_are_known_again_gets_them_with_the_first_token() -> None:
+    """Scheduler and tokenizer are lost one after the other: nobody has them."""
+    before = Driver()
+    request = ask(before, words(40))
+    while len(request.output) < 2:
+        run_step(before)
+    driver = Driver()
+    ask(driver, words(40), known=request.output[:2])
+    driver.mail(Attach(request.rid, 1, TOKENIZER, 0))
+    assert not driver.messages(TokenBatch)
+    run_step(driver)
+    driver.mail(Attach(request.rid, 1, TOKENIZER, 0))
+    assert not driver.messages(TokenBatch)
+    while not driver.messages(TokenBatch):
+        run_step(driver)
+    assert first_rows(driver) == [part(1, 39)]
+    run_step(driver)
+    assert [row.pos for batch in driver.messages(TokenBatch) for row in batch.rows] == [0, 3]
+
+
 def test_a_cached_prefix_is_computed_again_for_them() -> None:
     driver = Driver()
     driver.ask(words(40), 4)
@@ -109,9 +136,17 @@ def test_parts_must_follow_one_another_and_fit() -> None:
     assert not probs.add(part(18, 4))  # a gap
     assert not probs.add(part(17, 24))  # beyond the prompt
     assert not probs.add(replace(part(17, 4), top_ids=b""))
+    assert not probs.add(replace(part(17, 4), ranks=b"1234"))
     assert probs.add(part(9, 16))  # computed before, and more
     assert probs.add(part(1, 4))  # nothing new
     assert not probs.is_complete
     assert probs.add(part(25, 15))
     assert probs.is_complete
     assert probs.whole() == part(1, 39)
+
+
+def test_ranks_that_an_executor_does_not_bring_are_left_out() -> None:
+    probs = PromptProbs(prompt_len=40, num_top=TOP)
+    assert probs.add(part(1, 16))
+    assert probs.add(replace(part(17, 23), ranks=b""))
+    assert probs.whole() == replace(part(1, 39), ranks=b"")

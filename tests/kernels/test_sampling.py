@@ -22,6 +22,8 @@ from kernels.sampling.sample_tokens_ref import sample_tokens_ref
 from kernels.sampling.sample_tokens_torch import sample_tokens_torch
 from kernels.sampling.token_logprobs import token_logprobs
 from kernels.sampling.token_logprobs_ref import token_logprobs_ref
+from kernels.sampling.token_ranks import token_ranks
+from kernels.sampling.token_ranks_ref import token_ranks_ref
 
 VOCAB = 700
 LEVELS = ("avx512", "avx2", "scalar")
@@ -277,6 +279,18 @@ def test_logprobs_are_those_of_the_reference() -> None:
         torch.testing.assert_close(got[2], expected[2], atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("level", [*LEVELS, native.REFERENCE])
+@pytest.mark.parametrize("vocab", [1, 15, 16, 33, 700])
+def test_ranks_are_those_of_the_reference(vocab: int, level: str) -> None:
+    if level not in (*native.supported_levels(), native.REFERENCE):
+        pytest.skip(f"this CPU has no {level}")
+    native.use(level)
+    logits = some_logits(12, vocab=vocab)
+    logits[4:8] = logits[4:8].round()  # ties everywhere, 0 and -0 among them
+    ids = torch.tensor([(0, vocab - 1, vocab // 2, vocab // 3)[i % 4] for i in range(12)])
+    assert token_ranks(logits, ids).tolist() == token_ranks_ref(logits, ids).tolist()
+
+
 def test_wrong_shapes_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="logits"):
         sample_tokens(torch.zeros(4), draws(4))
@@ -304,6 +318,7 @@ def everything(vocab: int, rows: int = 24) -> list[Tensor]:
     logits, values = some_logits(rows, vocab=vocab, seed=9), some_penalties(rows, vocab)
     ids = sample_tokens(logits, mixed_draws(rows))
     found = [ids, *token_logprobs(logits, ids, min(20, vocab)), finite_rows(logits)]
+    found.append(token_ranks(logits, ids))
     apply_penalties(logits, **values)
     return [*found, logits, sample_tokens(logits, mixed_draws(rows))]
 

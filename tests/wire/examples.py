@@ -82,7 +82,7 @@ GENERATE = m.Generate(
     2,
     b"tenant",
 )
-PROMPT = m.PromptLogprobs(1, b"\x00" * 4, IDS, b"\x00" * 8, 1)
+PROMPT = m.PromptLogprobs(1, b"\x00" * 4, IDS, b"\x00" * 8, 1, IDS[:4])
 COSTS = m.StepCosts(1_000_000, 20_000, 5_000, 9_000, [(32, 2_000_000), (64, 3_000_000)])
 CAPACITY = (
     *(1, 0, 256, 128, 64, 64, 8192, 8192, 64, 64, 128, 5),

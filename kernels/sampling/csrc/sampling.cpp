@@ -360,6 +360,24 @@ EXPORT void token_logprobs(const float* logits, int64_t rows, int64_t n, const i
     });
 }
 
+// 1 for the best id of a row; a tie goes to the lower id.
+EXPORT void token_ranks(const float* logits, int64_t rows, int64_t n, const int64_t* ids,
+                        int64_t* ranks, int64_t threads) {
+    parallel(rows, threads, [&](int64_t r) {
+        const float* x = logits + r * n;
+        const int64_t id = ids[r];
+        const F own = splat(x[id]);
+        I before{};  // each lane that is true counts -1
+        for (int64_t i = 0; i < n; i += LANES) {
+            const F v = load_ids(x, i, n);
+            before += (v > own) | ((v == own) & (IOTA < splat_i((int32_t)(id - i))));
+        }
+        int64_t rank = 1;
+        for (int lane = 0; lane < LANES; lane++) rank -= before[lane];
+        ranks[r] = rank;
+    });
+}
+
 EXPORT void finite_rows(const float* logits, int64_t rows, int64_t n, uint8_t* finite,
                         int64_t threads) {
     parallel(rows, threads, [&](int64_t r) {

@@ -154,7 +154,13 @@ class Intake:
         del self._registry.ended[request.generate.rid]
 
     def replay(self, request: Request, from_pos: int, now: int) -> None:
-        """Send a live request's confirmed output again from `from_pos` on."""
+        """Send a live request's confirmed output again from `from_pos` on.
+
+        The log-probabilities of its prompt go with its first token: that waits for them.
+        """
+        if from_pos <= 0 and request.lacks_prompt_probs:
+            request.owes_all = True
+            return
         residency = self._registry.residency
         length = self._registry.confirmed_len(request)
         ids = request.ids

@@ -14,6 +14,7 @@ class PromptProbs:
     logprobs: bytearray = field(default_factory=bytearray)
     top_ids: bytearray = field(default_factory=bytearray)
     top_logprobs: bytearray = field(default_factory=bytearray)
+    ranks: bytearray = field(default_factory=bytearray)
 
     @property
     def is_complete(self) -> bool:
@@ -27,15 +28,22 @@ class PromptProbs:
         sizes = (len(part.logprobs), len(part.top_ids), len(part.top_logprobs))
         if sizes != (4 * num, num * wide, num * wide) or part.first < 1 or known < 0:
             return False
+        if len(part.ranks) not in (0, 4 * num):
+            return False
         if part.first + num > self.prompt_len:
             return False
         self.logprobs += part.logprobs[4 * known :]
         self.top_ids += part.top_ids[wide * known :]
         self.top_logprobs += part.top_logprobs[wide * known :]
+        self.ranks += part.ranks[4 * known :]
         return True
 
     def whole(self) -> PromptLogprobs:
         """All of it, for the tokenizer."""
         return PromptLogprobs(
-            1, bytes(self.logprobs), bytes(self.top_ids), bytes(self.top_logprobs)
+            1,
+            bytes(self.logprobs),
+            bytes(self.top_ids),
+            bytes(self.top_logprobs),
+            ranks=bytes(self.ranks) if len(self.ranks) == len(self.logprobs) else b"",
         )

@@ -72,6 +72,7 @@ class Request:
     top_logprobs: bytearray = field(default_factory=bytearray)
     logprobs_from: int = 0  # output index of the first logprob known
     prompt_probs: PromptProbs | None = None  # None: not asked for
+    owes_all: bool = False  # its tokenizer gets all of the output with the next token
 
     @property
     def prompt_len(self) -> int:

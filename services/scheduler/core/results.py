@@ -302,6 +302,10 @@ class Results:
         request.logprobs += logprobs
         request.top_ids += top_ids
         request.top_logprobs += top_logprobs
+        if request.owes_all:
+            request.owes_all = False
+            self._outbox.replay(request, table.ids[index, : length + count], 0, now)
+            return
         self._outbox.add_row(
             request.reply_to,
             TokenRow(
