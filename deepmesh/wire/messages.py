@@ -479,6 +479,7 @@ class Capacity(Message, frozen=True):
     has_masks: bool = False  # it can keep an output to a grammar
     block_bytes: tuple[int, int, int] = (0, 0, 0)  # as a kvstore keeps a block of each pool
     vocabulary: str = ""  # digest of the tokens and their ids; empty: not known
+    grammars: int = 0  # that it keeps compiled; 0: it takes no CompileGrammars
 
 
 class StepKind(IntEnum):
@@ -649,6 +650,21 @@ class Reset(Message, frozen=True):
     """scheduler -> executor: abandon all steps of older epochs, keep the weights."""
 
     engine_epoch: int
+
+
+class CompileGrammars(Message, frozen=True):
+    """scheduler -> executor: requests that wait need these; compile them ahead of their steps."""
+
+    engine_epoch: int
+    orders: list[tuple[int, Grammar]]  # numbers of the scheduler's own
+
+
+class GrammarsCompiled(Message, frozen=True):
+    """executor -> scheduler: these are ready, or nothing is won by waiting for them any longer."""
+
+    engine_epoch: int
+    rank: int
+    orders: list[int]
 
 
 # ---------------------------------------------------------------- executor, scheduler <-> kvstore
@@ -952,4 +968,6 @@ AnyMessage = (
     | StoreStats
     | FlushCache
     | SetLogLevel
+    | CompileGrammars
+    | GrammarsCompiled
 )

@@ -124,7 +124,7 @@ EXAMPLES: tuple[m.AnyMessage, ...] = (
     m.Pause(),
     m.Resume(),
     m.Progress("experts", 3, 16),
-    m.Capacity(*CAPACITY, "ab" * 16),
+    m.Capacity(*CAPACITY, "ab" * 16, 256),
     STEP,
     m.StepResult(
         1,
@@ -168,4 +168,6 @@ EXAMPLES: tuple[m.AnyMessage, ...] = (
     m.StoreStats(13, [("hits", 4)]),
     m.FlushCache(),
     m.SetLogLevel("debug"),
+    m.CompileGrammars(1, [(4, GRAMMAR)]),
+    m.GrammarsCompiled(1, 0, [4]),
 )
