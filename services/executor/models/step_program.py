@@ -11,6 +11,7 @@ from kernels import native
 from kernels.comm.comm import Alone, Exchange
 from kernels.step.program import Program, Reference
 from kernels.step.recorder import Choice, Recorder, Streams
+from kernels.step.room import Room
 from kernels.step.step import Step
 from services.executor.batch import StepBatch
 from services.executor.kv_cache import KvCache
@@ -29,20 +30,6 @@ from services.executor.models.parameters import (
 from services.executor.models.plan import Ropes
 
 LEAST_TOKENS = 64  # that a program has room for
-
-
-class Room:
-    """Buffers with a row for each token, by what they hold; those of equal shape are shared."""
-
-    def __init__(self, num_tokens: int) -> None:
-        self.num_tokens = num_tokens
-        self._made: dict[tuple[object, ...], Tensor] = {}
-
-    def __call__(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        key = name, shape, dtype
-        if key not in self._made:
-            self._made[key] = torch.empty(self.num_tokens, *shape, dtype=dtype)
-        return self._made[key]
 
 
 class StepProgram:
