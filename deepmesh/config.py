@@ -77,6 +77,7 @@ class TokenizerConfig(Section, frozen=True):
     unacked_events: int = 2048  # a reader further behind stops its own request
     slow_consumer_s: float = 60.0
     response_ttl_s: float = 86_400.0  # stored responses; they need a kvstore
+    max_background: int = 256  # background responses of a process that are not over; beyond it 429
 
 
 class RouterConfig(Section, frozen=True):
@@ -308,6 +309,7 @@ def _check(config: Config) -> None:
         "tokenizer.unacked_events": (config.tokenizer.unacked_events, 64, 1 << 20),
         "tokenizer.slow_consumer_s": (config.tokenizer.slow_consumer_s, 0.1, 86_400),
         "tokenizer.response_ttl_s": (config.tokenizer.response_ttl_s, 1, 366 * 86_400),
+        "tokenizer.max_background": (config.tokenizer.max_background, 0, 1 << 16),
         "tokenizer.count": (config.tokenizer.count, 0, 256),
         "router.count": (config.router.count, 0, 1),
         "scheduler.count": (config.scheduler.count, 0, 64),

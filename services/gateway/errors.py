@@ -116,7 +116,7 @@ def event(found: Problem, protocol: str, request_id: str, next_event: int) -> by
     """The last server-sent event of a stream that failed after its headers went out."""
     if protocol == "messages":
         return b"event: error\ndata: " + body(found, Shape.ANTHROPIC, request_id) + b"\n\n"
-    if protocol == "responses":
+    if protocol in ("responses", "response"):
         error = {
             "type": "error",
             "code": found.code,

@@ -35,6 +35,8 @@ from services.gateway.stream import Stream
 from services.gateway.streams import Streams
 
 _log = logging.getLogger(__name__)
+_NUMBERS = ("limit", "starting_after")  # of queries
+_FLAGS = ("stream", "include_obfuscation")
 
 
 class Edge(msgspec.Struct, frozen=True):
@@ -52,8 +54,12 @@ def _question(scope: Scope) -> bytes:
     """Path and query of a request without a body of its own, as one."""
     query = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
     asked: dict[str, str | int] = {**query, **scope["path_params"]}
-    if query.get("limit", "").isdecimal():
-        asked["limit"] = int(query["limit"])
+    for name in _NUMBERS:
+        if len(query.get(name, "")) < 19 and query.get(name, "").isdecimal():
+            asked[name] = int(query[name])
+    for name in _FLAGS:
+        if query.get(name) in ("true", "false"):
+            asked[name] = query[name] == "true"
     return msgspec.json.encode(asked) if asked else b""
 
 

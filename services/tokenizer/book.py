@@ -79,7 +79,12 @@ class Book:
 
     # ------------------------------------------------------------ parts
 
-    def split(self, request: Request) -> list[Request]:
+    def place(self, request: Request, clock: Clock) -> None:
+        """Have a prepared request generated, or each of its parts."""
+        for part in self._split(request) or [request]:
+            self._upstream.place_or_ask(part, clock.now)
+
+    def _split(self, request: Request) -> list[Request]:
         """Open a part for each choice, if there are several or the one has stages."""
         assert request.generation is not None
         if request.generation.choices:
@@ -175,7 +180,7 @@ class Book:
         flags = 0 if request.is_admitted else DELTA_ADMITTED
         request.is_admitted = True
         delta = request.add_events(events, flags)
-        if delta is not None and not request.orphaned_at:  # an orphan's gateway will ask
+        if delta is not None and request.is_heard:  # an orphan's gateway will ask
             self._outbox.delta(request.gateway, delta)
 
     def send_again(self, request: Request, next_event: int) -> None:
@@ -230,7 +235,7 @@ class Book:
         self._ended[request.rid] = None
         if request.whole is not None:
             self._part_ended(request.whole, end, clock)
-        elif not request.orphaned_at:
+        elif request.is_heard:
             self._outbox.add(ToGateway(request.gateway, end))
         failed = isinstance(end, ResponseFailed)
         cancelled = failed and end.code is ErrorCode.CANCELLED

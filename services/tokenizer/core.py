@@ -19,8 +19,10 @@ from deepmesh.wire.messages import (
 from services.tokenizer import limits
 from services.tokenizer.actions import Action, Outbox, Prepare
 from services.tokenizer.answers import Answer
+from services.tokenizer.background import Background
 from services.tokenizer.book import Book, Clock, local_end
 from services.tokenizer.generation import Generation
+from services.tokenizer.jobs import Follow, Job
 from services.tokenizer.records import Records
 from services.tokenizer.refusal import Refusal
 from services.tokenizer.replies import Replies
@@ -43,7 +45,10 @@ class Core:
         self._replies = Replies(me, self._book, self._upstream, self._outbox)
         ttl_s = config.tokenizer.response_ttl_s
         self._records = Records(self._outbox, self._book, self._upstream, ttl_s)
-        self._book.on_end = self._records.note
+        self._background = Background(
+            me, self._outbox, self._book, self._upstream, self._records, config, self._begin_again
+        )
+        self._book.on_end = self._ended
         self.draining = False
 
     @property
@@ -79,6 +84,7 @@ class Core:
                     request.credit(num_events)
                     for part in request.parts or [request]:
                         self._upstream.ack(part)
+                    self._pump(clock)
             case _:
                 pass  # nothing else is a gateway's to say
 
@@ -89,7 +95,11 @@ class Core:
                 request.orphaned_at = clock.now
 
     def prepared(
-        self, rid: Rid, outcome: Generation | Answer | Refusal | Wanted, began_ns: int, clock: Clock
+        self,
+        rid: Rid,
+        outcome: Generation | Answer | Refusal | Wanted | Job | Follow,
+        began_ns: int,
+        clock: Clock,
     ) -> None:
         """The conversion of a request is over, or wants to know a record first."""
         request = self._book.get(rid)
@@ -98,24 +108,31 @@ class Core:
         if isinstance(outcome, Wanted):
             self._records.ask(request, outcome, clock)
             return
-        self._outbox.add(tokenize_span(request, outcome, began_ns, clock.wall_ns))
+        shown = outcome.generation if isinstance(outcome, Job) else outcome
+        self._outbox.add(tokenize_span(request, shown, began_ns, clock.wall_ns))
         request.submit = msgspec.structs.replace(request.submit, body=b"")  # may be megabytes
         match outcome:
             case Refusal(code=code, detail=detail, param=param, retry_after_s=after_s):
                 self._book.end(request, ResponseFailed(rid, code, detail, param, after_s), clock)
+                if not request.gateway:
+                    self._background.give_up(request, detail, clock)
             case Answer():
                 body, prompt_tokens, orders = outcome
                 finished = ResponseFinished(rid, 200, body, prompt_tokens=prompt_tokens)
                 self._book.end(request, finished, clock)
                 self._records.carry_out(orders, request)
+                self._background.carry_out(orders, clock)
+            case Job():
+                self._background.begin(request, outcome, clock)
+            case Follow():
+                self._background.followers.add(request, outcome, clock)
             case Generation():
                 request.generation = outcome
                 request.withheld = request.submit.next_event
                 request.must_ask = request.submit.next_event > 0
                 request.give_up_at = clock.now + limits.patience_s(request, self._config, clock)
                 self._records.note(request)
-                for part in self._book.split(request) or [request]:
-                    self._upstream.place_or_ask(part, clock.now)
+                self._book.place(request, clock)
 
     # ------------------------------------------------------------ schedulers
 
@@ -137,6 +154,7 @@ class Core:
     def scheduler_mail(self, message: AnyMessage, stamps: Stamps, clock: Clock) -> None:
         """Accepted, TokenBatch, Finished or Failed."""
         self._replies.from_scheduler(message, stamps, clock)
+        self._pump(clock)
 
     # ------------------------------------------------------------ kvstores
 
@@ -144,6 +162,10 @@ class Core:
         """Record: the answer to each order."""
         if isinstance(message, Record):
             self._records.take(message, clock)
+
+    def store_up(self, clock: Clock) -> None:
+        """A kvstore is there, or is back."""
+        self._background.store_up(clock)
 
     # ------------------------------------------------------------ router
 
@@ -182,15 +204,33 @@ class Core:
             else:
                 self._upstream.remind(request, clock.now)
         self._records.tick(clock)
+        self._background.tick(clock)
         self._book.sweep(clock)
 
     def fail_all(self, detail: str, clock: Clock) -> None:
-        """The mesh ends: whatever still runs fails, and is aborted upstream."""
+        """The mesh ends: whatever still runs fails, and is aborted upstream. The next one takes up
+        what runs in the background."""
         for request in self._book.live:
             self._upstream.abort(request)
+            if request.reader.is_detached:
+                continue
             self._book.fail(request, ErrorCode.OVERLOADED, detail, clock)
 
     # ------------------------------------------------------------ inside
+
+    def _pump(self, clock: Clock) -> None:
+        if self._background.followers:
+            self._background.followers.pump(clock)
+
+    def _ended(self, request: Request, status: str) -> None:
+        self._records.note(request, status)
+        self._background.ended(request)
+
+    def _begin_again(self, submit: Submit, clock: Clock) -> None:
+        """An earlier instance of this process was running what this request had begun."""
+        if self._book.get(submit.rid) is None:
+            self._book.open(submit, "", clock.wall_ns)
+            self._outbox.add(Prepare(submit))
 
     def _submit(self, submit: Submit, stamps: Stamps, clock: Clock) -> None:
         self._outbox.add(hop_span("Submit", submit.traceparent, stamps, self._me))

@@ -36,6 +36,7 @@ class Stored(NamedTuple):
     keeps: bool
     previous: str  # id of the response that it continues; may be empty
     items: list[Any]  # the whole input, that of earlier responses included
+    background: bool = False
 
 
 class Frame(NamedTuple):
@@ -229,6 +230,7 @@ class RecipeStream:
             self._patch_item(item)
         if self._frame.stored is not None:
             response["store"] = self._frame.stored.keeps
+            response["background"] = self._frame.stored.background
             response["previous_response_id"] = self._frame.stored.previous or None
             self.response = response
         if response["usage"] is not None:

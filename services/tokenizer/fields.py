@@ -196,7 +196,11 @@ RESPONSES: dict[str, Rule] = {
         "accepted, reasoning comes in the clear; others are refused",
     ),
     "conversation": _refused("there are no conversation objects; use `previous_response_id`"),
-    "background": _refused("responses run in the foreground", False),
+    "background": Rule(
+        How.OURS,
+        why="needs a kvstore: answered at once, asked for by GET; with `stream` it can be followed "
+        "from any event",
+    ),
     "n": _ONE,
     "include_stop_str_in_output": _refused("there are no stop strings here", False),
     "truncation": _refused("input is never cut", "disabled"),

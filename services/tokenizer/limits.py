@@ -24,7 +24,8 @@ def give_up(request: Request) -> tuple[ErrorCode, str]:
 def is_too_slow(request: Request, config: Config, clock: Clock) -> bool:
     """Whether its reader has been too far behind for too long."""
     behind = request.next_event - request.credited
-    if not request.is_stream or behind <= config.tokenizer.unacked_events:
+    is_read = request.is_stream and not request.is_detached
+    if not is_read or behind <= config.tokenizer.unacked_events:
         request.stuck_since = 0.0
         return False
     request.stuck_since = request.stuck_since or clock.now

@@ -20,11 +20,12 @@ from services.tokenizer.completions import CompletionStream, read_completion
 from services.tokenizer.events import RecipeStream, Stored
 from services.tokenizer.generation import Generation, Thinking
 from services.tokenizer.grammar import starts_after
+from services.tokenizer.jobs import Follow, Job, job_rid
 from services.tokenizer.length import Room
 from services.tokenizer.model import load_model
 from services.tokenizer.normalize import Limits, normalise
 from services.tokenizer.reading import Json, as_text, boolean, parse_object, stop_strings
-from services.tokenizer.recipe import Recipe, deepseek_sampling
+from services.tokenizer.recipe import Recipe, deepseek_sampling, response_id
 from services.tokenizer.refusal import Refusal
 from services.tokenizer.sampling import Settings
 from services.tokenizer.stop_text import StopText
@@ -69,7 +70,7 @@ class Preparer:
 
     def prepare(
         self, submit: Submit, context: int, record: bytes | None = None
-    ) -> Generation | Answer | Wanted:
+    ) -> Generation | Answer | Wanted | Job | Follow:
         """Check, convert and encode.
 
         Args:
@@ -101,30 +102,42 @@ class Preparer:
 
     def _response(
         self, submit: Submit, body: Json, context: int, record: bytes | None
-    ) -> Generation | Wanted:
+    ) -> Generation | Wanted | Job:
         """A response, perhaps one that continues another one, perhaps one that is kept."""
         keeps = boolean(body, "store", self._has_store)
+        background = boolean(body, "background")
         previous = as_text(body.get("previous_response_id") or "", "previous_response_id")
-        for name, wish in (("store", keeps), ("previous_response_id", previous)):
+        wishes = {"store": keeps, "background": background, "previous_response_id": previous}
+        for name, wish in wishes.items():
             if wish and not self._has_store:
                 raise Refusal(f"`{name}`: this mesh has no kvstore to keep responses in.", name)
+        if background and not keeps:
+            raise Refusal("`store`: a background response is stored; leave it out.", "store")
         history: list[object] = []
         if previous:
             found = stored.find(previous, record, "previous_response_id")
             if isinstance(found, Wanted):
                 return found
-            if found.response["status"] == stored.RUNNING:
+            if found.response["status"] in stored.ACTIVE:
                 raise Refusal("`previous_response_id`: it still runs.", "previous_response_id")
             history = found.history
         items = [*history, *stored.input_items(body.get("input"))]
         if history and body.get("input") is not None:
             body = {**body, "input": items}
-        keep = Stored(keeps, previous, items)
+        keep = Stored(keeps, previous, items, background)
+        run = submit
+        if background:  # the response is not its request, which is answered at once
+            run = msgspec.structs.replace(submit, rid=job_rid(submit.rid), body=b"", next_event=0)
         try:
-            return self._recipe_generation(submit, body, context, keep)
+            generation = self._recipe_generation(run, body, context, keep)
         except Refusal as refusal:
             refusal.param = _own_item(refusal.param, len(history))
             raise
+        if not background:
+            return generation
+        id, created_s = response_id("responses", run.rid), run.created_s or self._now_s()
+        head = stored.queued(id, generation.model, created_s, body)
+        return Job(submit, run, generation, head, id)
 
     def _recipe_generation(
         self, submit: Submit, body: Json, context: int, keep: Stored | None = None

@@ -39,6 +39,7 @@ class Phase(Enum):
     SENT = auto()  # Generate is out to a scheduler
     RUNNING = auto()  # Accepted, or tokens have come
     SPLIT = auto()  # its parts run
+    FOLLOWING = auto()  # it is sent the events of another one
     ENDED = auto()  # the end has been sent to the gateway
 
 
@@ -86,6 +87,8 @@ class Request:
     orphaned_at: float = 0.0  # 0: its gateway is there
     end: End | None = None
     ended_at: float = 0.0
+    is_detached: bool = False  # it runs without a client: a background response
+    follows: bool = False  # its events are those of one
 
     # several choices, or stages of one: parts that run for a request without being one
     whole: "Request | None" = None  # of a part: the request that it belongs to
@@ -110,7 +113,12 @@ class Request:
     @property
     def is_stream(self) -> bool:
         """Whether the answer goes out as events."""
-        return self.generation is not None and self.generation.stream
+        return self.follows or (self.generation is not None and self.generation.stream)
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether a gateway is there for what it says."""
+        return not (self.orphaned_at or self.is_detached)
 
     @property
     def reader(self) -> "Request":
@@ -166,6 +174,7 @@ class Request:
         """The message that starts it, or that continues it from the tokens known so far."""
         generation = self.generation
         assert generation is not None
+        goes_on = generation.thinking is not None and not self.is_thinking
         return Generate(
             rid=self.rid,
             attempt=self.attempt,
@@ -185,7 +194,7 @@ class Request:
             deadline_ns=self.submit.deadline_ns,
             traceparent=self.submit.traceparent,
             vocabulary=vocabulary,
-            n_prompt_logprobs=generation.n_prompt_logprobs,
+            n_prompt_logprobs=-1 if goes_on else generation.n_prompt_logprobs,
             tenant=self.submit.tenant_salt,
         )
 
@@ -220,7 +229,8 @@ class Request:
     def newly_acked(self) -> int | None:
         """Output position to acknowledge upstream now, if it has moved."""
         reader = self.reader
-        taken = reader.credited + SLACK_EVENTS if reader.is_stream else reader.next_event
+        is_read = reader.is_stream and not reader.is_detached
+        taken = reader.credited + SLACK_EVENTS if is_read else reader.next_event
         while self.acks and self.acks[0][0] <= taken:
             self.read = self.acks.popleft()[1]
         if self.read - self.acked < ACK_TOKENS:

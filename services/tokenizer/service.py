@@ -30,6 +30,7 @@ from services.tokenizer.answers import Answer
 from services.tokenizer.book import Clock
 from services.tokenizer.core import Core
 from services.tokenizer.generation import Generation
+from services.tokenizer.jobs import Follow, Job
 from services.tokenizer.panics import panics_as_errors
 from services.tokenizer.prepare import Preparer
 from services.tokenizer.refusal import Refusal
@@ -44,7 +45,7 @@ DRAIN_S = 5.0  # after SIGTERM; the supervisor waits a little longer
 BUSY_RETRY_S = 2.0
 _log = logging.getLogger(__name__)
 
-Prepared = Generation | Answer | Wanted | Refusal
+Prepared = Generation | Answer | Wanted | Job | Follow | Refusal
 
 
 class Service:
@@ -194,6 +195,7 @@ class Service:
         match event:
             case PeerUp(peer=peer):
                 _log.info("%s is up", peer.name)
+                self._core.store_up(_clock())
             case PeerDown(peer=peer, reason=reason):
                 _log.info("%s is gone: %s", peer.name, reason)
                 self._core.gateway_down(peer.name, _clock())

@@ -7,6 +7,7 @@ from deepmesh.wire.messages import ResponseFailed
 from services.tokenizer.actions import NOW, Trace, Value
 from services.tokenizer.answers import Answer
 from services.tokenizer.generation import Generation
+from services.tokenizer.jobs import Follow
 from services.tokenizer.refusal import Refusal
 from services.tokenizer.request import Request
 
@@ -26,7 +27,7 @@ def hop_span(message: str, traceparent: str, stamps: Stamps, me: str) -> Trace:
 
 
 def tokenize_span(
-    request: Request, outcome: Generation | Answer | Refusal, began_ns: int, ended_ns: int
+    request: Request, outcome: Generation | Answer | Refusal | Follow, began_ns: int, ended_ns: int
 ) -> Trace:
     """Body in to prompt ids, or to the answer that needs none; `wait_us` of it for a thread."""
     submit = request.submit
@@ -43,6 +44,8 @@ def tokenize_span(
             attributes["prompt_tokens"] = prompt_tokens
         case Refusal(detail=detail):
             error = detail
+        case Follow(id=id):
+            attributes["response"] = id
     parent, arrived = submit.traceparent, request.arrived_ns
     return Trace(SPAN_TOKENIZE, parent, arrived, ended_ns, attributes, error)
 

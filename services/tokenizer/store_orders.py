@@ -24,6 +24,7 @@ class Drop(NamedTuple):
     """Forget a record."""
 
     id: str
+    kind: str = KIND
 
 
 class Stop(NamedTuple):

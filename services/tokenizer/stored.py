@@ -9,15 +9,35 @@ from deepmesh.wire.messages import ErrorCode, Rid
 from services.tokenizer.answers import Answer
 from services.tokenizer.choices import Merge, part_rid
 from services.tokenizer.events import RecipeStream
-from services.tokenizer.reading import Json, as_text, integer, is_array, parse_object
+from services.tokenizer.jobs import EVENTS_KIND, Follow, JobNote, chunk_ids
+from services.tokenizer.reading import Json, as_text, boolean, integer, is_array, parse_object
 from services.tokenizer.refusal import Refusal
 from services.tokenizer.store_orders import Drop, Keep, Order, Stop, Wanted
 from services.tokenizer.text_stream import TextStream
 
 QUESTIONS = ("response", "response_delete", "response_cancel", "response_items")
 RUNNING = "in_progress"
+ACTIVE = ("queued", RUNNING)  # statuses of a response that is not over
 MAX_PAGE = 100
 _PREFIX = "resp_"
+_INCLUDES = ("message.output_text.logprobs", "reasoning.encrypted_content")
+_PARAMETERS = {  # of each question, beside the id
+    "response": ("stream", "starting_after", "include", "include[]", "include_obfuscation"),
+    "response_items": ("order", "limit", "after", "include", "include[]"),
+}
+_ECHOED = (
+    "instructions",
+    "max_output_tokens",
+    "metadata",
+    "parallel_tool_calls",
+    "previous_response_id",
+    "reasoning",
+    "temperature",
+    "text",
+    "tool_choice",
+    "tools",
+    "top_p",
+)
 
 
 class StoredResponse(msgspec.Struct):
@@ -25,6 +45,7 @@ class StoredResponse(msgspec.Struct):
 
     response: Json
     items: list[Any]  # the whole input, that of earlier responses included
+    job: JobNote | None = None  # it runs in the background, or did
 
     @property
     def history(self) -> list[Any]:
@@ -43,9 +64,14 @@ def rid_of(id: str) -> Rid | None:
         return None
 
 
-def encode(response: Json, items: list[Any]) -> bytes:
+def encode(response: Json, items: list[Any], job: JobNote | None = None) -> bytes:
     """The data of a record."""
-    return msgspec.json.encode(StoredResponse(response, items))
+    return msgspec.json.encode(StoredResponse(response, items, job))
+
+
+def decode(record: bytes) -> StoredResponse:
+    """The record that holds this data."""
+    return msgspec.json.decode(record, type=StoredResponse)
 
 
 def begun(id: str, model: str, created_s: int, status: str = RUNNING) -> Json:
@@ -66,6 +92,13 @@ def begun(id: str, model: str, created_s: int, status: str = RUNNING) -> Json:
         "tools": [],
         "usage": None,
     }
+
+
+def queued(id: str, model: str, created_s: int, body: Json) -> Json:
+    """A background response before it has begun, with what it repeats of its request."""
+    echo = {name: body[name] for name in _ECHOED if body.get(name) is not None}
+    begin = begun(id, model, created_s, "queued")
+    return {**begin, "background": True, "store": True, "previous_response_id": None, **echo}
 
 
 def told(text: TextStream) -> Json | None:
@@ -91,27 +124,30 @@ def find(id: str, record: bytes | None, param: str = "") -> StoredResponse | Wan
         if record is None:
             return Wanted(id)
         if record:
-            return msgspec.json.decode(record, type=StoredResponse)
+            return decode(record)
     detail = f"There is no stored response {id!r}: it was not stored, is too old, or was deleted."
     raise Refusal(detail, param, ErrorCode.NOT_FOUND)
 
 
-def answer(protocol: str, body: bytes, record: bytes | None) -> Answer | Wanted:
+def answer(protocol: str, body: bytes, record: bytes | None) -> Answer | Follow | Wanted:
     """GET, DELETE, cancel and input_items; the gateway puts path and query into the body.
 
     Raises:
-        Refusal: it is not there, or cannot be cancelled any more.
+        Refusal: it is not there, cannot be cancelled any more, or is not over yet.
     """
     query = parse_object(body)
     id = as_text(query.get("id"), "id")
+    _check_parameters(protocol, query)
     found = find(id, record)
     if isinstance(found, Wanted):
         return found
     match protocol:
         case "response":
-            return _answer(found.response)
+            return (
+                _follow(id, found, query) if boolean(query, "stream") else _answer(found.response)
+            )
         case "response_delete":
-            return _answer({"id": id, "object": "response", "deleted": True}, Drop(id))
+            return _delete(id, found)
         case "response_cancel":
             return _cancel(id, found)
         case _:
@@ -124,11 +160,43 @@ def _answer(body: Json, *orders: Order) -> Answer:
 
 def _cancel(id: str, found: StoredResponse) -> Answer:
     status, rid = found.response["status"], rid_of(id)
-    if status != RUNNING or rid is None:
+    if status == "cancelled":
+        return _answer(found.response)
+    if status not in ACTIVE or rid is None:
         raise Refusal(f"The response is {status}: only one in progress can be cancelled.", "id")
     cancelled = {**found.response, "status": "cancelled"}
     rids = (rid, part_rid(rid, 0), part_rid(rid, 0, 1))
-    return _answer(cancelled, Stop(rids), Keep(id, encode(cancelled, found.items)))
+    return _answer(cancelled, Stop(rids), Keep(id, encode(cancelled, found.items, found.job)))
+
+
+def _delete(id: str, found: StoredResponse) -> Answer:
+    if found.response["status"] in ACTIVE:
+        raise Refusal(f"The response is {found.response['status']}: cancel it first.", "id")
+    job = found.job
+    chunks = chunk_ids(id, job.num_events) if job is not None and job.streams else []
+    drops = (Drop(chunk, EVENTS_KIND) for chunk in chunks)
+    return _answer({"id": id, "object": "response", "deleted": True}, Drop(id), *drops)
+
+
+def _follow(id: str, found: StoredResponse, query: Json) -> Follow:
+    if found.job is None or not found.job.streams:
+        detail = "Only a response that was created with `background` and `stream` can be followed."
+        raise Refusal(detail, "stream")
+    after = integer(query, "starting_after", 0, 2**53)
+    return Follow(id, -1 if after is None else after)
+
+
+def _check_parameters(protocol: str, query: Json) -> None:
+    """Nothing is silently ignored."""
+    for name, value in query.items():
+        if name != "id" and name not in _PARAMETERS.get(protocol, ()):
+            raise Refusal(f"`{name}` is not a parameter of this endpoint; leave it out.", name)
+        if name in ("include", "include[]") and value not in _INCLUDES:
+            raise Refusal(f"`include` may be {' or '.join(_INCLUDES)}.", "include")
+    if boolean(query, "include_obfuscation"):
+        raise Refusal("`include_obfuscation`: events are not padded.", "include_obfuscation")
+    if query.get("starting_after") is not None and not boolean(query, "stream"):
+        raise Refusal("`starting_after` goes with `stream`.", "starting_after")
 
 
 def _page(items: list[Any], query: Json) -> Json:

@@ -202,8 +202,40 @@ def test_one_that_runs_says_so_and_can_be_cancelled() -> None:
     assert isinstance(shop.ends[-1], ResponseFailed)
     assert shop.ends[-1].code is ErrorCode.CANCELLED
     assert other.get("response", id)["status"] == "cancelled"
-    failed = other.refused("response_cancel", {"id": id})
+    assert other.get("response_cancel", id)["status"] == "cancelled"  # a second time, too
+
+
+def test_one_that_is_over_is_not_cancelled_and_one_that_runs_is_not_deleted() -> None:
+    shop = Shop({})
+    shop.ask("responses", FIRST)
+    id = f"resp_{shop.started().rid.hex()}"
+    failed = shop.refused("response_delete", {"id": id})
     assert (failed.code, failed.param) == (ErrorCode.INVALID, "id")
+    shop.ask("responses", FIRST)
+    over = shop.say("Hello.")
+    failed = shop.refused("response_cancel", {"id": over["id"]})
+    assert (failed.code, failed.param) == (ErrorCode.INVALID, "id")
+
+
+@pytest.mark.parametrize(
+    ("protocol", "query", "param"),
+    [
+        ("response", {"colour": "red"}, "colour"),
+        ("response", {"include": "file_search_call.results"}, "include"),
+        ("response", {"include_obfuscation": True}, "include_obfuscation"),
+        ("response", {"starting_after": 3}, "starting_after"),
+        ("response", {"stream": True}, "stream"),  # it was not begun in the background
+        ("response", {"stream": "yes"}, "stream"),
+        ("response_items", {"before": "x"}, "before"),
+    ],
+)
+def test_parameters_that_say_nothing_are_named(
+    protocol: str, query: dict[str, Any], param: str
+) -> None:
+    shop = Shop({})
+    shop.ask("responses", FIRST)
+    failed = shop.refused(protocol, {"id": shop.say("Hello.")["id"], **query})
+    assert (failed.code, failed.param) == (ErrorCode.INVALID, param)
 
 
 def test_a_client_that_leaves_cancels_its_response() -> None:
