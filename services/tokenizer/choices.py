@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from deepmesh.seeds import derived_seed
 from deepmesh.wire.messages import FinishReason, PromptLogprobs, Rid
 from services.tokenizer.completions import CompletionStream
 from services.tokenizer.events import RecipeStream
@@ -47,9 +48,7 @@ class Lane:
         self.text.fingerprint = fingerprint
 
     def take_prompt(self, found: PromptLogprobs) -> None:
-        """Logprobs of an echoed prompt."""
-        if isinstance(self.text, CompletionStream):
-            self.text.take_prompt(found)
+        self.text.take_prompt(found)
 
     def start(self, cached_tokens: int) -> list[bytes]:
         self.has_begun = True
@@ -104,6 +103,9 @@ class Merge:
             self._turn = (self._turn + 1) % len(self.lanes)
         return events
 
+    def take_prompt(self, found: PromptLogprobs) -> None:
+        raise AssertionError("prompts belong to choices")
+
     def start(self, cached_tokens: int) -> list[bytes]:
         return []
 
@@ -124,7 +126,11 @@ class Merge:
         if len(self.lanes) == 1:
             return self.lanes[0].text.body()
         bodies: list[Json] = [msgspec.json.decode(lane.text.body()) for lane in self.lanes]
-        choices = [body["choices"][0] for body in bodies]
+        choices: list[Json] = [body["choices"][0] for body in bodies]
+        for index, choice in enumerate(choices):  # computed once for each prompt
+            first = choices[index - index % self._num_per_prompt]
+            if "prompt_logprobs" in first:
+                choice["prompt_logprobs"] = first["prompt_logprobs"]
         return msgspec.json.encode({**bodies[0], "choices": choices, "usage": self.usage()})
 
     def usage(self) -> Json:
@@ -133,8 +139,10 @@ class Merge:
         for index, lane in enumerate(self.lanes):
             is_first = index % self._num_per_prompt == 0
             for key, value in lane.text.usage.items():
-                if key == "seed":  # the request's: choice i draws with seed + i
+                if key == "seed":  # the request's, and those that its choices draw with
                     total.setdefault(key, value)
+                    choice = index % self._num_per_prompt
+                    total.setdefault("seeds", []).append(derived_seed(value, choice))
                 elif is_first or not key.startswith("prompt_"):
                     total[key] = _sum(total.get(key), value)
         total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]

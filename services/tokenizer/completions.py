@@ -3,19 +3,18 @@
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 
 from deepmesh.wire.messages import FinishReason, Grammar, PromptLogprobs
 from services.tokenizer.detokenize import Detokenizer, StopMatcher
-from services.tokenizer.events import clamp_logprob
 from services.tokenizer.grammar import read_constraint
 from services.tokenizer.length import Room
 from services.tokenizer.model import BOS, Model
 from services.tokenizer.normalize import Limits, check_fields, check_model
+from services.tokenizer.prompt_logprobs import PromptField, scored_tokens
 from services.tokenizer.reading import Json, boolean, is_array, kind_of, stop_strings, token_ids
 from services.tokenizer.refusal import Refusal
 from services.tokenizer.sampling import MAX_CHOICES, Settings, read_settings
-from services.tokenizer.text_stream import Token
+from services.tokenizer.text_stream import Token, clamp_logprob
 from services.tokenizer.vocabulary import Vocabulary
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -134,6 +133,11 @@ class CompletionStream:
         self.usage: Json = {}  # once it has ended
         self._index = index
         self._prompt_ids = request.prompts[index // request.settings.n]
+        self._prompt_field: PromptField | None = None
+        if request.settings.prompt_logprobs >= 0 and not index % request.settings.n:
+            num_top = request.settings.prompt_logprobs
+            self._prompt_field = PromptField(self._prompt_ids, num_top, vocabulary)
+        self._prompt_json: Json = {}  # once it has ended
         self._is_part = request.num_choices > 1  # the end of the stream is not ours
         self._finish_reason = ""
         self._request = request
@@ -170,14 +174,11 @@ class CompletionStream:
         return self._send(text, logprobs)
 
     def take_prompt(self, found: PromptLogprobs) -> None:
-        """Logprobs of the prompt's tokens but the first; before `start`."""
-        count = self._request.settings.n_prompt_logprobs
-        own: list[float] = np.frombuffer(found.logprobs, "<f4").tolist()
-        shape = (len(own), count if found.top_ids else 0)
-        ids: list[list[int]] = np.frombuffer(found.top_ids, "<i4").reshape(shape).tolist()
-        best: list[list[float]] = np.frombuffer(found.top_logprobs, "<f4").reshape(shape).tolist()
-        rows = zip(self._prompt_ids[found.first :], own, ids, best, strict=False)
-        self._prompt = [Token(t, p, list(zip(i, b, strict=True))) for t, p, i, b in rows]
+        if self._prompt_field is not None:
+            self._prompt_field.take(found)
+        if (most := self._request.settings.n_prompt_logprobs) >= 0:
+            scored = scored_tokens(self._prompt_ids, found)
+            self._prompt = [token._replace(top=token.top[:most]) for token, _ in scored]
 
     def _describe_prompt(self) -> dict[str, list[Any]]:
         """The first token has no logprob: nothing comes before it."""
@@ -207,6 +208,8 @@ class CompletionStream:
             self._waiting = [(at, token) for at, token in self._waiting if at < self._sent]
         events = self._emit(self._stops.flush(), self._finish_reason)
         self.usage = self._usage_json()
+        if self._prompt_field is not None:
+            self._prompt_json = {"prompt_logprobs": self._prompt_field.value()}
         if not self._request.stream:
             return []
         if self._is_part:
@@ -221,6 +224,7 @@ class CompletionStream:
             "text": "".join(self._parts),
             "logprobs": self._logprobs if self._request.settings.n_logprobs >= 0 else None,
             "finish_reason": self._finish_reason,
+            **self._prompt_json,
         }
         return _encode({**self.head, "choices": [choice], "usage": self.usage})
 

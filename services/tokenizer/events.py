@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import deepseek_recipe as dr
 import msgspec
 
-from deepmesh.wire.messages import FinishReason
+from deepmesh.wire.messages import FinishReason, PromptLogprobs
+from services.tokenizer.prompt_logprobs import PromptField
 from services.tokenizer.reasoning import ReasoningCount
 from services.tokenizer.stop_text import StopText
-from services.tokenizer.text_stream import Token
+from services.tokenizer.text_stream import Token, clamp_logprob
 from services.tokenizer.text_template import TextTemplate
 
 Event = dict[str, Any]  # Any: the recipe's JSON, of which we touch a few known places
@@ -25,7 +26,6 @@ Chunk = dr.ChatCompletionChunk | dr.ResponsesStreamEvent | dr.MessagesStreamEven
 Generator = dr.ChatCompletionChunkGenerator | dr.ResponsesChunkGenerator | dr.MessagesChunkGenerator
 Answer = dr.ChatCompletionResponse | dr.ResponsesResponse | dr.MessagesResponse
 
-_LOWEST_LOGPROB = -9999.0  # JSON has no -inf, and SDK models want a number
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 _encode = msgspec.json.encode
 
@@ -73,6 +73,7 @@ class RecipeStream:
         hidden_ids: frozenset[int] = frozenset(),
         stop_text: StopText | None = None,
         reasoning: ReasoningCount | None = None,
+        prompt: PromptField | None = None,
     ) -> None:
         self.stopped = False
         self.fingerprint = ""
@@ -81,6 +82,7 @@ class RecipeStream:
         self.response: Event | None = None  # of a response: the latest state that was told
         self._stop_text = stop_text  # None: stop strings are no part of the text
         self._reasoning = reasoning  # None: the output begins behind it, or there is none
+        self._prompt = prompt  # None: its log-probabilities are no part of the answer
         self._stop = ""  # the stop string that ended it and is to be shown
         self._channel = "content"  # what the latest text was
         self._frame = frame
@@ -96,6 +98,10 @@ class RecipeStream:
         self._completion_tokens = 0
         self._call_ids: dict[str, str] = {}
         self._body = b""
+
+    def take_prompt(self, found: PromptLogprobs) -> None:
+        if self._prompt is not None:
+            self._prompt.take(found)
 
     def start(self, cached_tokens: int) -> list[bytes]:
         if not self._frame.stream:
@@ -273,6 +279,8 @@ class RecipeStream:
                     channel = "content" if message.get("content") else "reasoning_content"
                     message[channel] = (message.get(channel) or "") + self._stop
                 body["usage"] = self.usage = self._chat_usage(body["usage"])
+                if self._prompt is not None:
+                    body["prompt_logprobs"] = self._prompt.value()
             case "responses":
                 self._patch_response(body)
             case _:
@@ -311,11 +319,6 @@ def _new_answer(frame: Frame, prompt_tokens: int, cached_tokens: int) -> Answer:
 def _logprob_pair(token: Token) -> tuple[float, list[tuple[int, float]]]:
     best = [(other, clamp_logprob(logprob)) for other, logprob in token.top]
     return clamp_logprob(token.logprob if token.logprob is not None else math.nan), best
-
-
-def clamp_logprob(logprob: float) -> float:
-    """A number that JSON can carry."""
-    return logprob if logprob > _LOWEST_LOGPROB else _LOWEST_LOGPROB  # NaN compares false, too
 
 
 def _sse(event: Event, name: str = "") -> bytes:

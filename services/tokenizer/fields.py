@@ -133,6 +133,12 @@ _ONE = _refused("this protocol has one answer; send the request again with anoth
 _N = Rule(
     How.OURS, why="choices: up to 128 in all; choice i draws its own random numbers from the seed"
 )
+_PROMPT_LOGPROBS = Rule(
+    How.OURS,
+    why="of each prompt token but the first, as vLLM shapes them, with 0 to 20 best ids; not with "
+    "`stream`; the prompt is computed whole, cached or not",
+)
+_NO_PROMPT_LOGPROBS = _refused("only completions and chats have it")
 _NO_STOP_IN_TEXT = _refused("the answer names its `stop_sequence`", False)
 _BEST_OF = _refused("it would hide tokens that you pay for", 1)
 
@@ -151,6 +157,7 @@ CHAT: dict[str, Rule] = {
     "include_stop_str_in_output": _STOP_IN_TEXT,
     "logprobs": _RECIPE,
     "top_logprobs": _BOTH,
+    "prompt_logprobs": _PROMPT_LOGPROBS,
     "max_tokens": _LIMIT,
     "max_completion_tokens": _OUR_LIMIT,
     "stream_options": _STREAM_OPTIONS,
@@ -209,6 +216,7 @@ RESPONSES: dict[str, Rule] = {
     "parallel_tool_calls": _PARALLEL,
     "stream_options": _refused("it has no use here", {}, {"include_obfuscation": False}),
     "context_management": _refused("input is never cut"),
+    "prompt_logprobs": _NO_PROMPT_LOGPROBS,
     "verbosity": _refused("ask for the length in the prompt"),
 }
 
@@ -233,6 +241,7 @@ MESSAGES: dict[str, Rule] = {
     "container": _refused("there are no containers"),
     "context_management": _refused("input is never cut"),
     "inference_geo": _refused("there is one place"),
+    "prompt_logprobs": _NO_PROMPT_LOGPROBS,
 }
 
 COMPLETIONS: dict[str, Rule] = {
@@ -252,7 +261,7 @@ COMPLETIONS: dict[str, Rule] = {
     "n": _N,
     "best_of": _BEST_OF,
     "suffix": _refused("the model cannot fill in the middle", ""),
-    "prompt_logprobs": _refused("ask for `logprobs` with `echo`"),
+    "prompt_logprobs": _PROMPT_LOGPROBS,
     "response_format": _GUIDED,
     "truncate_prompt_tokens": _refused("prompts are never cut"),
 }

@@ -27,7 +27,7 @@ from services.tokenizer.normalize import Limits, normalise
 from services.tokenizer.reading import Json, as_text, boolean, parse_object, stop_strings
 from services.tokenizer.recipe import Recipe, deepseek_sampling, response_id
 from services.tokenizer.refusal import Refusal
-from services.tokenizer.sampling import Settings
+from services.tokenizer.sampling import Settings, check_prompt_logprobs
 from services.tokenizer.stop_text import StopText
 from services.tokenizer.store_orders import Wanted
 from services.tokenizer.text_stream import TextStream
@@ -244,6 +244,7 @@ class Preparer:
         thinking: Thinking | None = None,
     ) -> Generation:
         """One generation, or one for each choice of each prompt under one that merges them."""
+        check_prompt_logprobs(prompts, settings)
         count = len(prompts) * settings.n
         if count == 1 and thinking is None:
             alone = self._shared(submit, prompts[0], settings, context, text_of(None))
@@ -257,6 +258,9 @@ class Preparer:
                 text=lane,
                 sub_index=index % settings.n,
                 thinking=thinking,
+                n_prompt_logprobs=shared[index // settings.n].n_prompt_logprobs
+                if index % settings.n == 0
+                else settings.n_prompt_logprobs,
             )
             for index, lane in enumerate(lanes)
         ]
@@ -297,7 +301,7 @@ class Preparer:
             max_tokens=min(wish, room),
             min_tokens=settings.min_tokens,
             n_logprobs=settings.n_logprobs,
-            n_prompt_logprobs=settings.n_prompt_logprobs,
+            n_prompt_logprobs=max(settings.n_prompt_logprobs, settings.prompt_logprobs),
             salt=_salt(submit.tenant_salt, settings.cache_salt),
             stream=False,
             text=text,

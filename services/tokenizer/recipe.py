@@ -16,6 +16,7 @@ from deepmesh.wire.messages import ErrorCode, SamplingParams
 from services.tokenizer.events import Frame, RecipeStream, Stored
 from services.tokenizer.length import Room
 from services.tokenizer.normalize import Normal
+from services.tokenizer.prompt_logprobs import PromptField
 from services.tokenizer.reading import Json, is_array
 from services.tokenizer.reasoning import ReasoningCount
 from services.tokenizer.refusal import Refusal
@@ -158,6 +159,9 @@ class Recipe:
             hidden_ids=self._hidden_ids(request.parsing_options),
             stop_text=stop_text,
             reasoning=self._reasoning(request.parsing_options),
+            prompt=PromptField(conversation.prompt_ids, settings.prompt_logprobs, self._vocabulary)
+            if settings.prompt_logprobs >= 0 and not choice
+            else None,
         )
 
     def _hidden_ids(self, parsing: dr.ParsingOptions) -> frozenset[int]:

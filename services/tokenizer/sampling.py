@@ -20,6 +20,7 @@ from services.tokenizer.refusal import Refusal
 
 MAX_TOKENS_BOUND = 393_216  # of deepseek-recipe; more is a mistake, not a wish
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 1 << 18  # in one answer: prompt tokens, each with its best ids
 MAX_BAD_WORDS = 64
 MAX_CHOICES = 128  # of one request: prompts times `n`
 MAX_STAND_BACK = 1 << 20
@@ -45,6 +46,7 @@ class Settings(NamedTuple):
     stop_token_ids: list[int]
     n_logprobs: int
     n_prompt_logprobs: int  # as n_logprobs, of a prompt that is echoed
+    prompt_logprobs: int  # as n_logprobs, of a prompt that is not: a field of the answer
     cache_salt: bytes
     usage_chunk: bool  # a last chunk with usage and no choices
     usage_each: bool  # usage so far on every chunk
@@ -77,6 +79,7 @@ def read_settings(protocol: str, body: Json, vocab_size: int, *, stream: bool) -
         stop_token_ids=_stop_token_ids(body, vocab_size),
         n_logprobs=_n_logprobs(protocol, body),
         n_prompt_logprobs=_n_logprobs(protocol, body) if boolean(body, "echo") else -1,
+        prompt_logprobs=_prompt_logprobs(body, stream=stream),
         cache_salt=as_text(salt, "cache_salt").encode() if salt is not None else b"",
         usage_chunk=usage_chunk,
         usage_each=usage_each,
@@ -153,6 +156,29 @@ def _n_logprobs(protocol: str, body: Json) -> int:
             raise Refusal("`top_logprobs` needs `logprobs`: true.", "top_logprobs")
         return -1
     return best or 0
+
+
+def _prompt_logprobs(body: Json, *, stream: bool) -> int:
+    most = integer(body, "prompt_logprobs", 0, MAX_LOGPROBS)
+    if most is not None and stream:
+        raise Refusal(
+            "`prompt_logprobs` does not go with `stream`: chunks have no place for it.",
+            "prompt_logprobs",
+        )
+    return -1 if most is None else most
+
+
+def check_prompt_logprobs(prompts: list[list[int]], settings: Settings) -> None:
+    """Refuse log-probabilities of prompts that would make too large an answer."""
+    width = 1 + max(settings.n_prompt_logprobs, settings.prompt_logprobs)
+    count = sum(map(len, prompts)) * settings.n * width
+    if count > MAX_PROMPT_LOGPROBS:
+        name = "prompt_logprobs" if settings.prompt_logprobs >= 0 else "logprobs"
+        raise Refusal(
+            f"`{name}`: the answer would hold {count} log-probabilities of prompt tokens; at most "
+            f"{MAX_PROMPT_LOGPROBS} are allowed. Ask for fewer best ids, or with a shorter prompt.",
+            name,
+        )
 
 
 def _includes_logprobs(body: Json) -> bool:

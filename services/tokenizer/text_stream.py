@@ -2,8 +2,9 @@
 
 from typing import NamedTuple, Protocol
 
-from deepmesh.wire.messages import FinishReason
+from deepmesh.wire.messages import FinishReason, PromptLogprobs
 
+_LOWEST_LOGPROB = -9999.0  # JSON has no -inf, and SDK models want a number
 TopLogprobs = list[tuple[int, float]]
 
 
@@ -15,6 +16,11 @@ class Token(NamedTuple):
     top: TopLogprobs = []  # noqa: RUF012  never written to
 
 
+def clamp_logprob(logprob: float) -> float:
+    """A number that JSON can carry."""
+    return logprob if logprob > _LOWEST_LOGPROB else _LOWEST_LOGPROB  # NaN compares false, too
+
+
 class TextStream(Protocol):
     """Turns tokens into indexed events (streams) or one body (plain answers).
 
@@ -24,6 +30,10 @@ class TextStream(Protocol):
 
     stopped: bool  # a stop string has been found; no further token may come
     fingerprint: str  # of the engine; told before `start`
+
+    def take_prompt(self, found: PromptLogprobs) -> None:
+        """Log-probabilities of the prompt, where they were asked for; before `start`."""
+        ...
 
     def start(self, cached_tokens: int) -> list[bytes]:
         """Events before the first token; once, first of all."""

@@ -6,8 +6,6 @@ from collections.abc import Callable
 import numpy as np
 
 from deepmesh.wire.messages import TokenRow
-from services.tokenizer.choices import Lane
-from services.tokenizer.completions import CompletionStream
 from services.tokenizer.panics import panics_as_errors
 from services.tokenizer.request import Request
 from services.tokenizer.text_stream import Token
@@ -47,7 +45,7 @@ def feed(
         if not request.has_started:
             request.has_started = True
             request.cached_tokens = max(request.cached_tokens, row.cached_tokens)
-            if row.prompt is not None and isinstance(generation.text, Lane | CompletionStream):
+            if row.prompt is not None:
                 generation.text.take_prompt(row.prompt)
             generation.text.fingerprint = row.fingerprint
             events += generation.text.start(request.cached_tokens)
