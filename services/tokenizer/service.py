@@ -184,6 +184,7 @@ class Service:
         match event:
             case PeerUp(peer=peer):
                 _log.info("%s is up", peer.name)
+                self._core.store_up(_clock())
             case PeerDown(peer=peer, reason=reason):
                 _log.warning("%s is lost: %s", peer.name, reason)
             case Mail(message=message):
@@ -195,7 +196,6 @@ class Service:
         match event:
             case PeerUp(peer=peer):
                 _log.info("%s is up", peer.name)
-                self._core.store_up(_clock())
             case PeerDown(peer=peer, reason=reason):
                 _log.info("%s is gone: %s", peer.name, reason)
                 self._core.gateway_down(peer.name, _clock())
