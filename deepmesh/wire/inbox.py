@@ -93,8 +93,15 @@ class AsyncInbox:
     delivered all the same. However much mail one endpoint has, the loop goes on in between.
     """
 
-    def __init__(self, on_event: Callable[[Endpoint, LinkEvent], None]) -> None:
+    def __init__(
+        self,
+        on_event: Callable[[Endpoint, LinkEvent], None],
+        on_pause: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_pause`: behind the last event that an endpoint has for now, or may deliver in one
+        go; what came together can be acted upon together there."""
         self._on_event = on_event
+        self._on_pause = on_pause
         self._loop: asyncio.AbstractEventLoop | None = None
         self._endpoints: list[Endpoint] = []
         self._readers: dict[int, list[int]] = {}  # endpoint -> file descriptors
@@ -162,6 +169,8 @@ class AsyncInbox:
         backlog.extend(endpoint.receive())
         if id(endpoint) not in self._readers:  # it closed its sockets and dialled again
             self._attach(endpoint)
+        if not backlog:
+            return
         until_s = time.monotonic() + SLICE_S
         try:
             while backlog:
@@ -171,6 +180,7 @@ class AsyncInbox:
         finally:
             if backlog:  # its time is over, or the callback raised
                 self._soon(endpoint)
+        self._on_pause()
 
     def _tick(self) -> None:
         assert self._loop is not None

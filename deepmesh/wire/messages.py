@@ -360,6 +360,9 @@ class Ack(Message, frozen=True):
     """
 
     rows: list[AckRow]
+    # Token batches of this scheduler up to this step have been turned into events: who says so
+    # is not sent many more than it has taken. 0: nothing said.
+    group_step: int = 0
 
 
 class StopAt(Message, frozen=True):

@@ -1,5 +1,7 @@
 """What the service decides: requests from `Submit` to their one end. No I/O, no own clock."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from deepmesh.config import Config
@@ -15,6 +17,7 @@ from deepmesh.wire.messages import (
     Rid,
     ServiceStats,
     Submit,
+    TokenBatch,
 )
 from services.tokenizer import limits
 from services.tokenizer.actions import Action, Outbox, Prepare
@@ -154,6 +157,10 @@ class Core:
     def scheduler_mail(self, message: AnyMessage, stamps: Stamps, clock: Clock) -> None:
         """Accepted, TokenBatch, Finished or Failed."""
         self._replies.from_scheduler(message, stamps, clock)
+
+    def tokens(self, batches: Sequence[TokenBatch], stamps: Stamps, clock: Clock) -> None:
+        """TokenBatches of one scheduler that wait together; `stamps` of the oldest."""
+        self._replies.tokens(batches, stamps, clock)
         self._pump(clock)
 
     # ------------------------------------------------------------ kvstores

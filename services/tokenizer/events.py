@@ -8,7 +8,7 @@ by encoding its text.
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import deepseek_recipe as dr
@@ -126,6 +126,38 @@ class RecipeStream:
             self._stop_text.push(token.id)
             self._stop = self._stop_text.found() if self.stopped else ""
         return self._emit(chunks)
+
+    def push_ids(self, ids: Sequence[int]) -> tuple[int, list[bytes]]:
+        """`push` for tokens without logprobs, one by one; how many it took, up to the one that
+        completes a stop string, and the events of all of them."""
+        events: list[bytes] = []
+        template = self._template
+        if template is None or self._answer is not None:
+            for count, token in enumerate(ids, 1):
+                events += self.push(Token(token))
+                if self.stopped:
+                    return count, events
+            return len(ids), events
+        silent, hidden, reasoning = self._silent_ids, self._hidden_ids, self._reasoning
+        push, made_of, processor = self._processor.push, dr.InferenceChunk.tokens, self._processor
+        plain = template.event
+        for count, token in enumerate(ids, 1):
+            self._completion_tokens += 1
+            if token in silent:
+                continue
+            if reasoning is not None and not reasoning.is_over:
+                reasoning.push(token)
+            if token in hidden:
+                continue
+            chunks = push(made_of([token]))
+            if len(chunks) == 1 and (event := plain(chunks[0].to_json())) is not None:
+                events.append(event)
+            elif chunks:
+                events += self._emit(chunks)
+            if processor.finished:
+                self.stopped = True
+                return count, events
+        return len(ids), events
 
     def finish(self, reason: FinishReason) -> list[bytes]:
         events: list[bytes] = []

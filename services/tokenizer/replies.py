@@ -1,5 +1,7 @@
 """What schedulers and the router say of our requests: tokens in, events and ends out."""
 
+from collections.abc import Sequence
+
 from deepmesh.wire.messages import (
     Accepted,
     AckRow,
@@ -16,7 +18,7 @@ from services.tokenizer.actions import Outbox
 from services.tokenizer.book import TEXT_ERRORS, Book, Clock
 from services.tokenizer.request import Phase, Request
 from services.tokenizer.spans import Stamps, finish_span, hop_span
-from services.tokenizer.tokens import feed
+from services.tokenizer.tokens import feed, joined
 from services.tokenizer.upstream import Upstream
 
 # A replica that says one of these may be the only one to say so: another one is tried.
@@ -35,12 +37,8 @@ class Replies:
     def from_scheduler(self, message: AnyMessage, stamps: Stamps, clock: Clock) -> None:
         """Accepted, TokenBatch, Finished or Failed."""
         match message:
-            case TokenBatch(rows=rows):
-                for row in rows:
-                    request = self._book.get(row.rid)
-                    if request is not None and self._adopt(request, stamps):
-                        self._row(request, row, stamps, clock)
-                        self._note_end(request, stamps)
+            case TokenBatch():
+                self.tokens([message], stamps, clock)
             case Accepted(rid=rid):
                 request = self._book.get(rid)
                 if request is not None and self._adopt(request, stamps):
@@ -54,6 +52,15 @@ class Replies:
                     self._outbox.ack(stamps.sender, AckRow(rid, message.final_pos, done=True))
             case _:
                 pass  # nothing else is a scheduler's to say
+
+    def tokens(self, batches: Sequence[TokenBatch], stamps: Stamps, clock: Clock) -> None:
+        """Batches of one scheduler that wait, oldest first; `stamps` of the oldest."""
+        for row in joined(batches):
+            request = self._book.get(row.rid)
+            if request is not None and self._adopt(request, stamps):
+                self._row(request, row, stamps, clock)
+                self._note_end(request, stamps)
+        self._outbox.took(stamps.sender, max(batch.group_step for batch in batches))
 
     def from_router(self, message: AnyMessage, stamps: Stamps, clock: Clock) -> None:
         """Failed: it found no replica for a request."""

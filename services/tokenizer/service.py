@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,6 +17,8 @@ from deepmesh.wire.link import Identity, LinkEvent, Mail, PeerDown, PeerUp
 from deepmesh.wire.messages import (
     Drain,
     ErrorCode,
+    Failed,
+    Finished,
     FlushCache,
     Generate,
     Record,
@@ -23,6 +26,7 @@ from deepmesh.wire.messages import (
     SetLogLevel,
     Shutdown,
     Submit,
+    TokenBatch,
 )
 from deepmesh.wire.sockets import Dialer, Listener
 from services.tokenizer.actions import Action, Prepare, ToGateway, ToScheduler, ToStore, Trace
@@ -39,6 +43,7 @@ from services.tokenizer.spans import Stamps
 from services.tokenizer.store_orders import Wanted
 
 TICK_S = 0.25
+MAX_ROWS = 1024  # token rows that are read in one go; about 10 ms
 INLINE_BYTES = 32 << 10  # longer bodies are encoded in a thread (4.5k tokens take 5 ms)
 MAX_PREPARING_BYTES = 32 << 20  # of bodies in threads or waiting for one; several seconds' work
 DRAIN_S = 5.0  # after SIGTERM; the supervisor waits a little longer
@@ -61,7 +66,8 @@ class Service:
         self._preparing_bytes = 0
         self._listener = Listener(config.tokenizer_address(index), me, config.links, self._stats)
         self._dialers: dict[str, Dialer] = {}  # by the name of the scheduler
-        self._inbox = AsyncInbox(self._on_event)
+        self._inbox = AsyncInbox(self._on_event, self._read)
+        self._unread: deque[Mail] = deque()  # tokens and ends of schedulers
         self._inbox.add(self._listener)
         for scheduler in range(config.scheduler.count):
             address = config.scheduler_address(scheduler)
@@ -155,6 +161,9 @@ class Service:
         self.stop(0.0)
 
     def _from_scheduler(self, dialer: Dialer, event: LinkEvent) -> None:
+        if isinstance(event, PeerUp | PeerDown):
+            while self._unread:
+                self._read_some()
         match event:
             case PeerUp(peer=peer):
                 _log.info("%s is up", peer.name)
@@ -163,9 +172,37 @@ class Service:
             case PeerDown(peer=peer, reason=reason):
                 _log.warning("%s is lost: %s", peer.name, reason)
                 self._core.scheduler_down(peer.name, _clock())
+            case Mail(message=TokenBatch() | Finished() | Failed()):
+                self._unread.append(event)  # what comes together is read together
             case Mail(peer=peer, message=message):
                 stamps = Stamps(peer.name, event.sent_ns, event.received_ns)
                 self._core.scheduler_mail(message, stamps, _clock())
+
+    def _read(self) -> None:
+        """Tokens that have come, and the ends behind them, as much as fits a slice of the loop."""
+        if not self._unread:
+            return
+        self._read_some()
+        self._act()
+        if self._unread:
+            asyncio.get_running_loop().call_soon(self._read)
+
+    def _read_some(self) -> None:
+        first, num_rows = self._unread[0], 0
+        batches: list[TokenBatch] = []
+        ends: list[Mail] = []
+        while self._unread and self._unread[0].peer is first.peer and num_rows < MAX_ROWS:
+            mail = self._unread.popleft()
+            if isinstance(mail.message, TokenBatch):
+                batches.append(mail.message)
+                num_rows += len(mail.message.rows)
+            else:
+                ends.append(mail)
+        clock = _clock()
+        if batches:
+            self._core.tokens(batches, _stamps(first), clock)
+        for end in ends:
+            self._core.scheduler_mail(end.message, _stamps(end), clock)
 
     def _from_router(self, dialer: Dialer, event: LinkEvent) -> None:
         match event:
@@ -297,6 +334,10 @@ def prepare(
     except Exception as error:  # a bug fails this request alone: it would be sent here again
         _log.exception("cannot prepare a %s request", submit.protocol)
         return Refusal(f"The request cannot be converted: {error}", code=ErrorCode.INTERNAL)
+
+
+def _stamps(mail: Mail) -> Stamps:
+    return Stamps(mail.peer.name, mail.sent_ns, mail.received_ns)
 
 
 def _clock() -> Clock:

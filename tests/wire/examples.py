@@ -115,7 +115,7 @@ EXAMPLES: tuple[m.AnyMessage, ...] = (
         10**18,
         [m.TokenRow(RID, 0, IDS, b"\x00" * 8, IDS, b"\x00" * 8, 128, PROMPT, "f00d")],
     ),
-    m.Ack([m.AckRow(RID, 4, True)]),
+    m.Ack([m.AckRow(RID, 4, True)], 7),
     m.StopAt(RID, 3),
     m.Abort(RID, 1),
     m.Finished(RID, m.FinishReason.LENGTH, 64, 10, 4),

@@ -100,6 +100,7 @@ class Engine:
             self.admission,
             Alignment(self.residency, waiting, geometry, costs=costs, choose_kind=choose_kind),
             Pace(costs, geometry, share=prefill_share),
+            outbox.readers,
             prefix_cache=prefix_cache,
             max_unacked=max_unacked,
         )
@@ -124,7 +125,8 @@ class Engine:
         broken = [rank for rank in self._stuck(plan) if self.watermark.break_deadlock(rank)]
         if plan.empty and broken:
             plan = self.planner.plan(now)
-        self._is_short = plan.empty and (bool(plan.starved) or self.admission.is_blocked)
+        is_short = bool(plan.starved) or self.admission.is_blocked
+        self._is_short = plan.empty and is_short and not plan.held
         plan.flags = flags
         return self.packer.pack(plan, now) if flags or not plan.empty else None
 

@@ -9,6 +9,7 @@ from deepmesh.wire.messages import Failed, Finished, FinishReason, Generate, Tok
 
 from .events import Action, Note, Outgoing, RequestEnded, Send
 from .group import group_step_of
+from .readers import Readers
 from .request import Request
 from .token_rows import RID_BYTES, encode_rows, join_rows
 
@@ -25,6 +26,7 @@ class Outbox:
         self._rows: dict[str, list[TokenRow]] = {}
         self._encodes_rows = encodes_rows
         self._encoded: dict[str, tuple[int, bytes]] = {}  # number of rows, and they
+        self.readers = Readers()
 
     def send(self, peer: str, message: Outgoing) -> None:
         """One message, behind everything collected before it."""
@@ -63,6 +65,7 @@ class Outbox:
         for peer, rows in self._rows.items():
             if peer in self._encoded:
                 rows = join_rows(*self._encoded.pop(peer), rows)
+            self.readers.sent(peer, group_step_of(step_id))
             self.actions.append(Send(peer, TokenBatch(group_step_of(step_id), now, rows)))
         self._rows = {}
 

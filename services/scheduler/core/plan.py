@@ -20,6 +20,7 @@ class Plan:
     captures: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
     starved: set[int] = field(default_factory=set[int])  # ranks with a row that lacks blocks only
     tried: set[int] = field(default_factory=set[int])  # phases whose residents had their chance
+    held: bool = False  # rows wait for their tokenizers
     flags: int = 0  # messages.GroupFlag bits of the step
 
     @property

@@ -12,6 +12,7 @@ from .alignment import Alignment
 from .pace import Pace
 from .plan import Plan
 from .prefill import Prefill
+from .readers import Readers
 from .request import Phase
 from .residency import Residency
 from .watermark import Watermark
@@ -27,6 +28,7 @@ class Planner:
         admission: Admission,
         alignment: Alignment,
         pace: Pace,
+        readers: Readers,
         *,
         prefix_cache: bool,
         max_unacked: int,
@@ -36,6 +38,7 @@ class Planner:
         self._watermark = watermark
         self._prefill = Prefill(residency, admission, pace, prefix_cache=prefix_cache)
         self._alignment = alignment
+        self._readers = readers
         self._prefix_cache = prefix_cache
         self._max_unacked = max_unacked
         self._geometry = residency.geometry
@@ -66,6 +69,11 @@ class Planner:
             & (table.confirmed + table.inflight_tokens < table.max_len)
             & (table.confirmed - table.acked_len < self._max_unacked)
         )
+        if self._readers.behind:
+            behind = [name in self._readers.behind for name in table.tokenizers]
+            held = np.array(behind, np.bool_)[table.tokenizer[rows]]
+            plan.held = bool(held.any())
+            rows = rows[~held]
         if not geometry.one_kernel_class:
             # A last chunk that misses its mask leaves its last position to be computed again, and
             # not by the decode kernels: whoever could miss one waits until it has settled.

@@ -134,8 +134,10 @@ class Scheduler:
             case StepResults(results):
                 self._steps.take([result for _, result in results], now)
             case TokenizerUp(peer, incarnation):
+                self.outbox.readers.forget(peer)
                 self._tokenizer_up(peer, incarnation, now)
             case TokenizerDown(peer):
+                self.outbox.readers.forget(peer)
                 self._has_orphans = True
                 for request in self.registry.live.values():
                     if request.reply_to == peer and not request.orphaned_ns:
@@ -212,6 +214,7 @@ class Scheduler:
             case Generate():
                 self._generate(message, now)
             case Ack():
+                self.outbox.readers.took(peer, message.group_step)
                 self.intake.ack(message, peer, now)
             case Attach():
                 self.intake.attach(message, now)
