@@ -157,6 +157,7 @@ class Core:
     def scheduler_mail(self, message: AnyMessage, stamps: Stamps, clock: Clock) -> None:
         """Accepted, TokenBatch, Finished or Failed."""
         self._replies.from_scheduler(message, stamps, clock)
+        self._pump(clock)
 
     def tokens(self, batches: Sequence[TokenBatch], stamps: Stamps, clock: Clock) -> None:
         """TokenBatches of one scheduler that wait together; `stamps` of the oldest."""
