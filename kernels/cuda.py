@@ -27,19 +27,19 @@ class CudaError(RuntimeError):
 
 
 @functools.cache
-def load(family: str, name: str) -> ctypes.CDLL:
+def load(family: str, name: str, extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL:
     """Build `kernels/FAMILY/csrc/NAME.cu` for sm_90a unless it is there, and load it.
 
     Raises:
         BuildError: no nvcc, or it refused the source.
     """
-    return ctypes.CDLL(str(build(family, name)))
+    return ctypes.CDLL(str(build(family, name, extra_flags)))
 
 
-def build(family: str, name: str) -> Path:
+def build(family: str, name: str, extra_flags: tuple[str, ...] = ()) -> Path:
     """Path of the built library. See `load`."""
-    source = _KERNELS / family / "csrc" / f"{name}.cu"
-    digest = hashlib.sha256("\0".join(FLAGS).encode())
+    source, flags = _KERNELS / family / "csrc" / f"{name}.cu", (*FLAGS, *extra_flags)
+    digest = hashlib.sha256("\0".join(flags).encode())
     for file in (source, *sorted(HEADERS.glob("*.cuh"))):
         digest.update(file.read_bytes())
     target = _BUILD / f"{family}-{name}-sm90a-{digest.hexdigest()[:16]}.so"
@@ -49,7 +49,7 @@ def build(family: str, name: str) -> Path:
     if nvcc is None:
         raise BuildError(f"nvcc is not installed, and {target.name} was not built before")
     _BUILD.mkdir(exist_ok=True)
-    compile_library(nvcc, FLAGS, source, target)
+    compile_library(nvcc, flags, source, target)
     return target
 
 

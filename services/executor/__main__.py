@@ -38,9 +38,8 @@ def make_engine(config: Config, index: int = 0, masks: GrammarMasks | None = Non
         from services.executor.fake import FakeEngine
 
         return FakeEngine(config)
-    if config.executor.device != "cpu":
-        raise ConfigError(f"executor.device: {config.executor.device!r} is not there; use 'cpu'")
     try:
+        from services.executor.gpu.engine import GpuEngine
         from services.executor.runner import ModelEngine
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "safetensors"):
@@ -48,7 +47,12 @@ def make_engine(config: Config, index: int = 0, masks: GrammarMasks | None = Non
         raise ConfigError(
             f"executor.kind: 'model' needs {error.name}: pip install 'deepmesh[executor]'"
         ) from error
-    return ModelEngine(config, index, masks)
+    if config.executor.device == "cpu":
+        return ModelEngine(config, index, masks)
+    try:
+        return GpuEngine(config, index, masks)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def main() -> int:

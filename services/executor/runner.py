@@ -56,6 +56,9 @@ class Model(Protocol):
 class ModelEngine:
     """Weights and KV tensors of one rank on the CPU."""
 
+    kind = "cpu"  # of arithmetic: another one may give other bits
+    device = "cpu"  # where the tensors lie, as torch names it
+
     def __init__(self, config: Config, index: int = 0, masks: GrammarMasks | None = None) -> None:
         """
         Args:
@@ -83,21 +86,19 @@ class ModelEngine:
                 vocab_size, num_slots = load_config(path).vocab_size, planned_slots(self._config)
                 self._masks.start(path, vocab_size=vocab_size, num_slots=num_slots)
             self._group = self._make_group(order)
-            self._model: Model = load_model(
-                path,
-                numerics=order.numerics,
-                rank=order.rank,
-                ranks=order.ranks,
-                exchange=self._group,
-                progress=on_progress,
-            )
+            self._model: Model = self._load_model(path, order, on_progress)
             self._packed = order.numerics != "exact"  # which rounds no rows
-            engine = f"cpu {layout(packed=self._packed)}"
+            engine = f"{self.kind} {layout(packed=self._packed)}"
             self._fingerprint = fingerprint(path, order.numerics, engine)
             self._make_cache(order)
             if self._group is None:  # ranks that step together would have to measure together
                 torch.set_num_threads(self._config.executor.threads)
-                costs = measure_costs(self._model.config, self._model.forward, packed=self._packed)
+                costs = measure_costs(
+                    self._model.config,
+                    self._model.forward,
+                    packed=self._packed,
+                    device=self.device,
+                )
                 self._capacity = msgspec.structs.replace(self._capacity, costs=costs)
             has_masks = self._masks is not None and self._masks.wait_ready()
             self._capacity = msgspec.structs.replace(self._capacity, has_masks=has_masks)
@@ -105,6 +106,21 @@ class ModelEngine:
         return msgspec.structs.replace(
             self._capacity, engine_epoch=order.engine_epoch, rank=order.rank
         )
+
+    def _load_model(self, path: Path, order: Load, on_progress: OnProgress) -> Model:
+        return load_model(
+            path,
+            numerics=order.numerics,
+            rank=order.rank,
+            ranks=order.ranks,
+            exchange=self._group,
+            progress=on_progress,
+        )
+
+    def _pool_bytes(self, order: Load) -> int:
+        """What the KV pools may take."""
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return int(memory * POOL_SHARE / order.ranks)  # ranks may share a machine
 
     def _make_group(self, order: Load) -> ExpertGroup | None:
         if order.ranks == 1:
@@ -124,13 +140,12 @@ class ModelEngine:
 
     def _make_cache(self, order: Load) -> None:
         model = self._model.config
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         capacity = plan_capacity(
             self._config,
             model,
             order,
             bytes_per_block=KvCache.block_bytes(model, packed=self._packed),
-            memory_bytes=int(memory * POOL_SHARE / order.ranks),  # they may share a machine
+            memory_bytes=self._pool_bytes(order),
         )
         self.cache = KvCache(
             model,
@@ -138,6 +153,7 @@ class ModelEngine:
             capacity.num_window_blocks,
             capacity.num_state_blocks,
             packed=self._packed,
+            device=self.device,
         )
         self._capacity = msgspec.structs.replace(
             capacity,

@@ -22,7 +22,9 @@ Forward = Callable[[StepBatch, KvCache], StepOutput]
 
 
 @torch.inference_mode()
-def measure_costs(config: ModelConfig, forward: Forward, *, packed: bool = True) -> StepCosts:
+def measure_costs(
+    config: ModelConfig, forward: Forward, *, packed: bool = True, device: str = "cpu"
+) -> StepCosts:
     """Costs of decode rows, and of prefill beside them, on a cache of their own: what it holds does
     not matter, what is read of it does.
 
@@ -31,7 +33,9 @@ def measure_costs(config: ModelConfig, forward: Forward, *, packed: bool = True)
     """
     last = CONTEXT + CHUNK
     blocks = -(-last // BLOCK_TOKENS)
-    cache = KvCache(config, (ROWS + 1) * blocks, (ROWS + 1) * blocks, ROWS + 1, packed=packed)
+    count = (ROWS + 1) * blocks
+    cache = KvCache(config, count, count, ROWS + 1, packed=packed, device=device)
+    is_own = device == "cpu" and torch.get_num_threads() == 1
     draw = np.random.default_rng(0)
 
     def row(index: int, start: int, width: int) -> BatchRow:
@@ -48,7 +52,7 @@ def measure_costs(config: ModelConfig, forward: Forward, *, packed: bool = True)
 
     def best_ns(rows: list[BatchRow]) -> int:
         batch = StepBatch.build(rows, config.context_ids)
-        return min(_times(lambda: forward(batch, cache)))
+        return min(_times(lambda: forward(batch, cache), is_own=is_own))
 
     decodes = [row(index, CONTEXT, 1) for index in range(ROWS)]
     one, many = best_ns(decodes[:1]), best_ns(decodes)
@@ -61,13 +65,16 @@ def measure_costs(config: ModelConfig, forward: Forward, *, packed: bool = True)
     )
 
 
-def _times(work: Callable[[], object]) -> list[int]:
+def _times(work: Callable[[], object], *, is_own: bool) -> list[int]:
     """Nanoseconds of a few runs, the first one, which may allocate, among them.
 
     A thread's CPU time is its own, whoever else has the core meanwhile; where there are several,
-    only the clock says it all.
+    or a device, only the clock says it all.
+
+    Args:
+        is_own: this thread alone does the work.
     """
-    clock_ns = time.thread_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
+    clock_ns = time.thread_time_ns if is_own else time.perf_counter_ns
     found: list[int] = []
     began = time.perf_counter()
     while len(found) < REPEATS and (not found or time.perf_counter() - began < ENOUGH_S):

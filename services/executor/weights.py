@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -36,6 +37,17 @@ from services.executor.models.parameters import (
 from services.executor.tensor_specs import rank_experts, tensor_specs
 
 ProgressCallback = Callable[[str, int, int], None]  # stage, done, total
+
+
+class Packing(NamedTuple):
+    """Makes of released weights, [out, in] or [groups, out, in], what a device multiplies with."""
+
+    linear: Callable[[Tensor], LinearWeight]
+    fp8: Callable[[Tensor, Tensor], LinearWeight]  # codes, scales of 32 positions of each row
+    fp4: Callable[[Tensor, Tensor], LinearWeight]
+
+
+NATIVE = Packing(pack_linear, pack_fp8, pack_fp4)
 
 
 def load_model(
@@ -72,6 +84,7 @@ def load_weights(
     rank: int = 0,
     ranks: int = 1,
     progress: ProgressCallback | None = None,
+    packing: Packing = NATIVE,
 ) -> ModelWeights:
     """Check every tensor, then load layer by layer. See `load_model`."""
     if not 0 <= rank < ranks:
@@ -82,7 +95,7 @@ def load_weights(
         )
     stored = read_headers(folder)
     check_tensors(tensor_specs(config), stored)
-    return _Reader(stored, config, rank, ranks, progress or _silent).model(folder)
+    return _Reader(stored, config, rank, ranks, progress or _silent, packing).model(folder)
 
 
 class _Reader:
@@ -95,8 +108,9 @@ class _Reader:
         rank: int,
         ranks: int,
         progress: ProgressCallback,
+        packing: Packing,
     ) -> None:
-        self._stored, self._config = stored, config
+        self._stored, self._config, self._packing = stored, config, packing
         self._rank, self._ranks, self._progress = rank, ranks, progress
         self._files = {
             file: safe_open(str(file), framework="pt")
@@ -189,7 +203,7 @@ class _Reader:
             q_norm=self._plain(prefix + "q_norm.weight"),
             kv_norm=self._plain(prefix + "kv_norm.weight"),
             query=self._fp8_linear(prefix + "wq_b"),
-            group_out=pack_fp8(*group_out),
+            group_out=self._packing.fp8(*group_out),
             out=self._fp8_linear(prefix + "wo_b"),
             compressor=self._compressor(prefix, layer) if is_kv_source else None,
             indexer=IndexerWeights(
@@ -204,7 +218,7 @@ class _Reader:
         names = ["wkv", "wgate"] if self._config.compress_ratios[layer] == 2 else ["wkv"]
         parts = [self._plain(f"{prefix}compressor.{name}.weight") for name in names]
         return CompressorWeights(
-            kv_gate=pack_linear(torch.cat(parts)),
+            kv_gate=self._packing.linear(torch.cat(parts)),
             norm=self._plain(prefix + "compressor.norm.weight"),
             index_key=self._linear(prefix + "indexer.wk.weight"),
             index_key_norm=self._plain(prefix + "indexer.k_norm.weight"),
@@ -253,7 +267,7 @@ class _Reader:
         return self._raw(name).float()
 
     def _linear(self, name: str) -> LinearWeight:
-        return pack_linear(self._plain(name))
+        return self._packing.linear(self._plain(name))
 
     def _fp8(self, *names: str) -> tuple[Tensor, Tensor]:
         """Codes of linears of the same input, side by side, and the scales of their rows."""
@@ -265,7 +279,7 @@ class _Reader:
         return torch.cat(codes).view(torch.float8_e4m3fn), torch.cat(scales)
 
     def _fp8_linear(self, *names: str) -> LinearWeight:
-        return pack_fp8(*self._fp8(*names))
+        return self._packing.fp8(*self._fp8(*names))
 
     def _fp4_linears(self, prefixes: list[str], *names: str) -> LinearWeight:
         """One group for each prefix: linears of the same input, side by side."""
@@ -280,4 +294,4 @@ class _Reader:
             )
             for part in ("weight", "scale")
         )
-        return pack_fp4(codes, scales)
+        return self._packing.fp4(codes, scales)
