@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,7 +35,7 @@ from deepmesh.wire.messages import (
     TokenRow,
 )
 from deepmesh.wire.packed import pack_ids
-from services.tokenizer.actions import Prepare, ToGateway, ToScheduler, Trace
+from services.tokenizer.actions import REPORT_STEPS, Prepare, ToGateway, ToScheduler, Trace
 from services.tokenizer.book import Clock
 from services.tokenizer.core import Core
 from services.tokenizer.prepare import Preparer
@@ -74,16 +75,16 @@ class Desk:
         replicas = [replica or ReplicaStats(name, True)]
         peer = Peer("scheduler", name, name, incarnation, stats=ServiceStats(True, load, replicas))
         self.core.scheduler_up(peer, self.clock)
-        self._act()
+        self.act()
         return peer
 
     def down(self, name: str = "scheduler-0") -> None:
         self.core.scheduler_down(name, self.clock)
-        self._act()
+        self.act()
 
     def gateway(self, message: AnyMessage, name: str = "gateway-0") -> None:
         self.core.gateway_mail(message, Stamps(name, 1, 2), self.clock)
-        self._act()
+        self.act()
 
     def submit(self, body: object = CHAT, *, rid: bytes = RID, next_event: int = 0) -> None:
         raw = msgspec.json.encode(body)
@@ -91,7 +92,7 @@ class Desk:
 
     def scheduler(self, message: AnyMessage, name: str = "scheduler-0") -> None:
         self.core.scheduler_mail(message, Stamps(name, 1, 2), self.clock)
-        self._act()
+        self.act()
 
     def tokens(self, pos: int, ids: list[int], rid: bytes = RID) -> None:
         self.scheduler(TokenBatch(1, 1, [TokenRow(rid, pos, pack_ids(ids))]))
@@ -99,13 +100,19 @@ class Desk:
     def wait(self, seconds: float) -> None:
         self.clock = Clock(self.clock.now + seconds, self.clock.wall_ns + int(seconds * 1e9))
         self.core.tick(self.clock)
-        self._act()
+        self.act()
 
     def sent(self, kind: type[AnyMessage]) -> list[AnyMessage]:
         """Messages of a type to schedulers so far, taken out."""
         found = [message for _, message in self.to_scheduler if isinstance(message, kind)]
         self.to_scheduler = [(n, m) for n, m in self.to_scheduler if not isinstance(m, kind)]
         return found
+
+    def events_of(self, rid: bytes) -> list[bytes]:
+        """Events of one stream so far."""
+        batches = [m for m in self.to_gateway if isinstance(m, DeltaBatch)]
+        deltas = [delta for batch in batches for delta in batch.deltas if delta.rid == rid]
+        return [event for delta in deltas for event in delta.events]
 
     @property
     def ends(self) -> list[ResponseFinished | ResponseFailed]:
@@ -125,7 +132,8 @@ class Desk:
                 events += more
         return events
 
-    def _act(self) -> None:
+    def act(self) -> None:
+        """Carry out what the core asks for."""
         while actions := self.core.take():
             for action in actions:
                 match action:
@@ -203,6 +211,46 @@ def test_any_accident_leaves_the_same_bytes(data: st.DataObject) -> None:
         desk.scheduler(Finished(RID, FinishReason.STOP, len(OUTPUT)))
     assert known + desk.events(len(known)) == WHOLE
     assert len(desk.ends) == 1
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_batches_that_are_read_together_leave_the_same_bytes(data: st.DataObject) -> None:
+    """Of two requests, in pieces that overlap; one of them asks for logprobs."""
+    other = b"f" * 16
+    bodies: dict[bytes, dict[str, object]] = {RID: CHAT, other: {**CHAT, "logprobs": True}}
+
+    def row(rid: bytes, pos: int, ids: list[int]) -> TokenRow:
+        probs = np.arange(pos, pos + len(ids), dtype="<f4").tobytes() if rid == other else b""
+        return TokenRow(rid, pos, pack_ids(ids), probs)
+
+    whole_rows = [row(rid, 0, OUTPUT) for rid in bodies]
+    alone, desk = Desk(), Desk()
+    for rid, body in bodies.items():
+        alone.submit(body, rid=rid)
+        desk.submit(body, rid=rid)
+    alone.scheduler(TokenBatch(1, 1, whole_rows))
+
+    position, step = dict.fromkeys(bodies, 0), 0
+    while any(at < len(OUTPUT) for at in position.values()):
+        waiting: list[TokenBatch] = []
+        for _ in range(data.draw(st.integers(1, 4))):
+            rows: list[TokenRow] = []
+            for rid, at in position.items():
+                back = data.draw(st.integers(0, min(2, at)))
+                ids = OUTPUT[at - back : at + data.draw(st.integers(1, 3))]
+                rows.append(row(rid, at - back, ids))
+                position[rid] = max(at, at - back + len(ids))
+            step += 1
+            waiting.append(TokenBatch(step, 1, rows))
+        desk.core.tokens(waiting, Stamps("scheduler-0", 1, 2), desk.clock)
+        desk.act()
+
+    for rid in bodies:
+        assert desk.events_of(rid) == alone.events_of(rid)
+    told = [ack.group_step for ack in desk.sent(Ack) if isinstance(ack, Ack) and ack.group_step]
+    assert told == sorted(told)
+    assert step - REPORT_STEPS < (told[-1] if told else 0) <= step
 
 
 def test_generate_is_repeated_until_it_is_answered() -> None:

@@ -411,13 +411,16 @@ def test_much_mail_of_one_endpoint_leaves_others_their_turn() -> None:
             while time.monotonic() < until:
                 pass
 
-        inbox = AsyncInbox(on_event)
+        pauses: list[int] = []  # the same, at each pause
+        inbox = AsyncInbox(on_event, lambda: pauses.append(len(got)))
         inbox.add(Full())  # type: ignore[arg-type]
         inbox.start(asyncio.get_running_loop())
         while len(got) < 50:
             await asyncio.sleep(0)
             seen.append(len(got))
         inbox.close()
+        assert pauses == sorted(set(pauses))
+        assert (pauses[-1], len(pauses) < 50) == (50, True)
         return got, seen
 
     got, seen = asyncio.run(scenario())
