@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from deepmesh.addresses import check_address
+from deepmesh.config_words import words
 
 MIN_DISK_BYTES = 16 << 20
 _ROOT = Path(__file__).resolve().parents[1]
@@ -49,11 +50,12 @@ class GatewayConfig(Section, frozen=True):
 
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free port
+    count: int = 1  # processes, at `port` and the ports behind it; each grants its share of a key
     api_keys: list[str] = []  # SHA-256 hex digests; empty: no key is asked for
     max_body_bytes: int = 8 << 20
     max_requests: int = 1024  # open at once; beyond it 429
     key_max_requests: int = 0  # of them, of one API key; 0: no limit of its own
-    key_requests_per_minute: int = 0  # of one API key at this gateway; 0: no limit
+    key_requests_per_minute: int = 0  # of one API key; 0: no limit
     key_tokens_per_minute: int = 0  # prompts and answers; known, and counted, at the end of each
     key_priorities: dict[str, int] = {}  # digest of a key: above 0 goes before others, below after
     admin_port: int = -1  # -1: none; 0: any free port
@@ -264,7 +266,7 @@ def load_config(path: Path | None) -> Config:
     try:
         config = msgspec.convert(data, Config)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{path}: {words(str(error), Config)}") from error
     _check(config)
     return _resolve(config, path)
 
@@ -295,6 +297,7 @@ def _check(config: Config) -> None:
     """Values that types cannot say."""
     limits = {
         "gateway.port": (config.gateway.port, 0, 65535),
+        "gateway.count": (config.gateway.count, 1, 64),
         "gateway.max_body_bytes": (config.gateway.max_body_bytes, 1024, 1 << 30),
         "gateway.max_requests": (config.gateway.max_requests, 1, 100_000),
         "gateway.key_max_requests": (config.gateway.key_max_requests, 0, 100_000),
@@ -374,6 +377,10 @@ def _check(config: Config) -> None:
         for key in keys:
             if len(key) != 64 or not all(c in "0123456789abcdef" for c in key):
                 raise ConfigError(f"gateway.{name}: each entry is the SHA-256 hex digest of a key")
+    last = settings.count - 1
+    for key, port in (("port", settings.port), ("admin_port", settings.admin_port)):
+        if port > 0 and port + last > 65535:
+            raise ConfigError(f"gateway.{key}: {port} + {last} further ones exceed 65535")
     if settings.admin_port >= 0 and not settings.admin_keys:
         raise ConfigError("gateway.admin_keys: the admin port needs at least one")
 

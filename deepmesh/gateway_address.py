@@ -1,5 +1,6 @@
 """Where the gateway of a mesh is found on this machine, and whether it can serve."""
 
+import contextlib
 import http.client
 import socket
 from urllib.parse import urlsplit
@@ -8,6 +9,8 @@ import msgspec
 
 from deepmesh.config import Config
 from deepmesh.errors import UserError
+
+_TRIES = 32  # for ports in a row
 
 
 class PortError(UserError):
@@ -63,19 +66,29 @@ class _Problem(msgspec.Struct):
 
 
 def with_free_port(config: Config) -> Config:
-    """A free port instead of 0: a restarted gateway must come back at the same address."""
+    """A free port instead of 0: a restarted gateway must come back at the same address.
+
+    Raises:
+        PortError: there are no `gateway.count` free ports in a row.
+    """
     if config.gateway.port or config.gateway.address:
         return config
-    with _bind(config.gateway.host, 0) as probe:
-        port = probe.getsockname()[1]
-    gateway = msgspec.structs.replace(config.gateway, port=port)
-    return msgspec.structs.replace(config, gateway=gateway)
+    for _ in range(_TRIES):
+        with _bind(config.gateway.host, 0) as probe:
+            port = min(probe.getsockname()[1], 65536 - config.gateway.count)
+        gateway = msgspec.structs.replace(config.gateway, port=port)
+        found = msgspec.structs.replace(config, gateway=gateway)
+        with contextlib.suppress(PortError):
+            check_port(found)
+            return found
+    raise PortError(f"gateway.port: no {config.gateway.count} free ports in a row; choose them")
 
 
 def check_port(config: Config) -> None:
-    """Raise PortError unless a gateway could bind its port now."""
-    if not config.gateway.address:
-        _bind(config.gateway.host, config.gateway.port).close()
+    """Raise PortError unless each gateway could bind its port now."""
+    for index in range(0 if config.gateway.address else config.gateway.count):
+        port = config.gateway.port
+        _bind(config.gateway.host, port + index if port else 0).close()
 
 
 def _bind(host: str, port: int) -> socket.socket:

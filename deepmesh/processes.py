@@ -63,7 +63,8 @@ def mesh_commands(config: Config, path: Path) -> list[Command]:
         for index in range(config.tokenizer.count):
             commands.append(_command(path, "tokenizer", f"tokenizer-{index}", index=index))
     if not config.gateway.address:
-        commands.append(_command(path, "gateway", "gateway-0"))
+        for index in range(config.gateway.count):
+            commands.append(_command(path, "gateway", f"gateway-{index}", index=index))
     return commands
 
 
@@ -78,7 +79,10 @@ def _command(path: Path, service: str, name: str, threads: str = "1", **options:
 
 def mesh_addresses(config: Config, url: str) -> dict[str, str]:
     """Where each service listens; `url` is the gateway's."""
+    base, _, port = url.rpartition(":")
     addresses = {"gateway-0": url}
+    for index in range(1, 1 if config.gateway.address else config.gateway.count):
+        addresses[f"gateway-{index}"] = f"{base}:{int(port) + index}"
     for index in range(config.tokenizer.count):
         addresses[f"tokenizer-{index}"] = config.tokenizer_address(index)
     if config.router_address:

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -52,13 +53,15 @@ def report(
 
 
 def publish(found: dict[str, Json], *, name: str, as_json: bool, store: bool = True) -> None:
-    """Append the object to `bench/results/<name>.jsonl`, and print it if asked."""
+    """Append the object to `bench/results/<name>.jsonl`, say so, and print it if asked."""
     line = json.dumps(found)
     results = Path(os.environ.get(RESULTS_VARIABLE, ROOT / "bench" / "results"))
     if store and results.parent.is_dir():
         results.mkdir(exist_ok=True)
-        with (results / f"{name}.jsonl").open("a") as file:
+        path = results / f"{name}.jsonl"
+        with path.open("a") as file:
             file.write(line + "\n")
+        print(f"appended to {path} ({RESULTS_VARIABLE} names another folder)", file=sys.stderr)
     if as_json:
         print(line)
 

@@ -1,5 +1,6 @@
 """The run folder of a mesh: one owner at a time, sockets, logs, traces, and who runs where."""
 
+import contextlib
 import fcntl
 import os
 import re
@@ -85,6 +86,14 @@ class RunDir:
         self.clean()
         (self.path / "lock").unlink(missing_ok=True)
         os.close(self._lock)
+
+    def discard(self) -> None:
+        """`release` by a mesh that never was: folders without a log or a trace go, too."""
+        self.release()
+        with contextlib.suppress(OSError):  # not empty: an earlier mesh's
+            for folder in KEPT:
+                (self.path / folder).rmdir()
+            self.path.rmdir()
 
     def write_config(self, config: Config) -> Path:
         """mesh.toml as resolved, so that every process reads the same file."""

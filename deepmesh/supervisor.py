@@ -117,7 +117,8 @@ class Mesh:
         try:
             check_port(self.config)
         except PortError:
-            self._folder.release()
+            self._folder.discard()
+            self._folder = None
             raise
         path = self._folder.write_config(self.config)
         commands = (

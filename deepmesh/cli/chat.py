@@ -34,7 +34,10 @@ def chat(
     max_tokens: Annotated[int | None, typer.Option(min=1)] = None,
     seed: Annotated[int | None, typer.Option(min=0)] = None,
 ) -> None:
-    """Ask a running mesh; thinking is shown dim."""
+    """Ask a running mesh; thinking is shown dim.
+
+    Into a pipe or a file goes the answer alone: thinking and notes are on stderr.
+    """
     from rich.console import Console
 
     from deepmesh.cli.options import mesh_url
@@ -42,6 +45,9 @@ def chat(
     from deepmesh.config import load_config
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
+    notes = console
+    if not console.is_terminal:
+        notes = Console(highlight=False, markup=False, soft_wrap=True, stderr=True)
     messages: list[Json] = [{"role": "system", "content": system}] if system else []
     with Client(mesh_url(url, load_config(config)), api_key=api_key) as client:
         fields: Json = {
@@ -52,10 +58,10 @@ def chat(
             "max_tokens": max_tokens,
             "seed": seed,
         }
-        while said := text or _ask(console):
+        while said := text or _ask(notes):
             messages.append({"role": "user", "content": said})
             ask = client.stream_chat if stream else client.chat
-            answer = show(console, ask(messages, fields))
+            answer = show(console, notes, ask(messages, fields))
             if text:
                 return
             messages.append({"role": "assistant", "content": answer})
@@ -83,18 +89,23 @@ def _ask(console: "Console") -> str:
         return ""
 
 
-def show(console: "Console", events: "Iterable[ChatEvent]") -> str:
-    """Print an answer as it comes and return its text."""
+def show(console: "Console", notes: "Console", events: "Iterable[ChatEvent]") -> str:
+    """Print an answer as it comes, what is not the answer to `notes`; return its text."""
     answer, last = "", ""
-    for event in events:
-        if event.kind == "finish":
-            if event.text != "stop":
-                console.print(f"\n[{event.text}]", style="dim", end="")
-            continue
-        if last == "thinking" and event.kind == "text":
-            console.print("\n")
-        console.print(event.text, end="", style="dim" if event.kind == "thinking" else None)
-        last = event.kind
-        answer += event.text if event.kind == "text" else ""
-    console.print()
+    where = console
+    try:
+        for event in events:
+            if event.kind == "finish":
+                if event.text != "stop":
+                    begin, end = ("\n", "") if notes is console else ("", "\n")
+                    notes.print(f"{begin}[{event.text}]", style="dim", end=end)
+                continue
+            if last == "thinking" and event.kind == "text":
+                notes.print("\n")
+            where, style = (notes, "dim") if event.kind == "thinking" else (console, None)
+            where.print(event.text, end="", style=style)
+            last = event.kind
+            answer += event.text if event.kind == "text" else ""
+    finally:
+        where.print()  # an error gets a line of its own
     return answer

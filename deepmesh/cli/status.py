@@ -1,5 +1,6 @@
 """`deepmesh status`: the processes of a running mesh, and how often each was started again."""
 
+import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -7,6 +8,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from deepmesh.cli.options import ConfigOption, JsonOption
+
+_LINES = 20  # of a log, in which a loading process has said how far it is
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -35,22 +38,28 @@ def status(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     console = Console(highlight=False)
     problem = gateway_problem(record.url)
     console.print(f"{record.name} at {record.url}: {problem or 'ready'}", style="bold")
-    console.print(processes_table(record, time.time()))
+    console.print(processes_table(record, run_dir, time.time()))
 
 
-def processes_table(record: "MeshRecord", now_s: float) -> "Table":
+def processes_table(record: "MeshRecord", run_dir: Path, now_s: float) -> "Table":
     """One line a process."""
     from rich import box
     from rich.table import Table
+
+    from deepmesh.health import FRESH_S, ready_path
+    from deepmesh.run_dir import tail
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("process", "pid", "state", "restarts", "last end"):
         table.add_column(heading, justify="right" if heading in ("pid", "restarts") else "left")
     for name, process in record.processes.items():
+        state = state_of(process, now_s)
+        if process.pid and not _is_fresh(ready_path(run_dir, name), now_s - FRESH_S):
+            state = f"{state}, {loading_words(tail(Path(process.log), _LINES)) or 'not ready'}"
         table.add_row(
             name,
             str(process.pid or "-"),
-            state_of(process, now_s),
+            state,
             str(process.restarts),
             process.last_end,
         )
@@ -66,6 +75,28 @@ def state_of(process: "ProcessRecord", now_s: float) -> str:
             return f"starts again in {max(0.0, process.since_s - now_s):.1f} s"
         case other:
             return other
+
+
+def loading_words(lines: list[str]) -> str:
+    """How far a process is with its model, by the last lines of its log; empty: it is not at it."""
+    found = None
+    for line in lines:
+        if " loaded in " in line:
+            found = None
+        else:
+            found = re.search(r"loading: (.+) (\d+) of (\d+)$", line) or found
+    if found is None:
+        return ""
+    what, done, total = found[1], int(found[2]), int(found[3])
+    return f"loading {what} {100 * done // max(total, 1)} %"
+
+
+def _is_fresh(ready: Path, since_s: float) -> bool:
+    """Whether a process has said since then that it can work."""
+    try:
+        return ready.stat().st_mtime >= since_s
+    except OSError:
+        return False
 
 
 def _span(seconds: float) -> str:

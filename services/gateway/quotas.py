@@ -1,4 +1,8 @@
-"""What one API key may have: requests and tokens a minute, and requests open at once."""
+"""What one API key may have: requests and tokens a minute, and requests open at once.
+
+The limits are those of the mesh. Gateways do not ask each other: each grants its share, so that
+all together grant no more, wherever clients are sent.
+"""
 
 import contextlib
 import math
@@ -40,17 +44,18 @@ class Bucket:
 
 
 class Quotas:
-    """Checks keys and their limits. Limits hold for each gateway process; 0 is none."""
+    """Checks keys and their limits; 0 is none."""
 
     def __init__(
         self, keys: Keys, config: GatewayConfig, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._keys = keys
         self._limits = {
-            "requests": config.key_requests_per_minute,
-            "tokens": config.key_tokens_per_minute,
+            "requests": _share(config.key_requests_per_minute, config.count),
+            "tokens": _share(config.key_tokens_per_minute, config.count),
         }
-        self._max_open = config.key_max_requests
+        self._max_open = _share(config.key_max_requests, config.count)
+        self._here = " at this gateway" if config.count > 1 else ""
         self._priorities = config.key_priorities
         self._clock = clock
         self._open: Counter[str] = Counter()  # by key
@@ -95,10 +100,11 @@ class Quotas:
             if (left_s := bucket.wait_s(1, now)) > wait_s:
                 wait_s, reason = (
                     left_s,
-                    f"this API key may have {self._limits[kind]} {kind} a minute",
+                    f"this API key may have {self._limits[kind]} {kind} a minute{self._here}",
                 )
         if self._max_open and self._open[key] >= self._max_open:
-            wait_s, reason = max(wait_s, 1.0), f"{self._max_open} requests of this API key are open"
+            reason = f"{self._max_open} requests of this API key are open{self._here}"
+            wait_s = max(wait_s, 1.0)
         if not reason and "requests" in buckets:
             buckets["requests"].take(1, now)
         for kind, bucket in buckets.items():
@@ -111,6 +117,11 @@ class Quotas:
         if (key, kind) not in self._buckets:
             self._buckets[key, kind] = Bucket(self._limits[kind], now)
         return self._buckets[key, kind]
+
+
+def _share(limit: int, num_gateways: int) -> int:
+    """Of one gateway; at least 1 of a limit that there is."""
+    return -(-limit // max(1, num_gateways))
 
 
 def _headers(

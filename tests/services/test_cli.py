@@ -118,7 +118,8 @@ def gateway() -> Iterator[str]:
 def test_chat_streams_and_names_the_first_model(gateway: str) -> None:
     result = RUN.invoke(app, ["chat", "hello", "--url", gateway, "--no-thinking", "--seed", "3"])
     assert result.exit_code == 0
-    assert result.output == "hm\n\nHELLO\n[length]\n"
+    assert result.stdout == "HELLO\n"  # no terminal: the answer alone
+    assert result.stderr == "hm\n\n[length]\n"
     assert SmallGateway.seen == [
         {
             "messages": [{"role": "user", "content": "hello"}],
@@ -133,7 +134,7 @@ def test_chat_streams_and_names_the_first_model(gateway: str) -> None:
 def test_chat_without_streaming_with_a_key_and_a_system_message(gateway: str) -> None:
     options = ["--no-stream", "--api-key", "dm-1", "--system", "be brief", "--temperature", "0"]
     result = RUN.invoke(app, ["chat", "hello", "--url", gateway, *options, "--model", "other"])
-    assert result.output == "hm\n\nHELLO\n"
+    assert (result.stdout, result.stderr) == ("HELLO\n", "hm\n\n")
     body, headers = SmallGateway.seen[0], SmallGateway.headers_seen[0]
     assert (body["model"], body["temperature"], body["stream"]) == ("other", 0, False)
     assert body["messages"] == [
@@ -141,6 +142,12 @@ def test_chat_without_streaming_with_a_key_and_a_system_message(gateway: str) ->
         {"role": "user", "content": "hello"},
     ]
     assert headers["authorization"] == "Bearer dm-1"
+
+
+def test_a_terminal_shows_thinking_and_answer(gateway: str) -> None:
+    result = RUN.invoke(app, ["chat", "hello", "--url", gateway], env={"FORCE_COLOR": "1"})
+    assert result.stdout == "\x1b[2mhm\x1b[0m\n\nHELLO\n\x1b[2m[length]\x1b[0m\n"
+    assert not result.stderr
 
 
 def test_a_conversation_keeps_what_was_said(gateway: str) -> None:
@@ -153,13 +160,13 @@ def test_a_conversation_keeps_what_was_said(gateway: str) -> None:
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ("refuse", "HTTP 400: temperature must be a number (field: temperature)"),
-        ("break", "engine restarted"),
+        ("refuse", "deepmesh: HTTP 400: temperature must be a number (field: temperature)\n"),
+        ("break", "hm\n\ndeepmesh: engine restarted\n"),
     ],
 )
 def test_a_refusal_is_one_line_and_exit_1(gateway: str, said: str, message: str) -> None:
     result = run_process("chat", said, "--url", gateway)
-    assert (result.returncode, result.stderr) == (1, f"deepmesh: {message}\n")
+    assert (result.returncode, result.stderr) == (1, message)
 
 
 def test_no_mesh_says_what_to_do() -> None:

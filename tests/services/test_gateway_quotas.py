@@ -99,6 +99,20 @@ def test_a_refused_request_takes_nothing() -> None:
     assert door.headers["x-ratelimit-remaining-requests"] == "1"
 
 
+def test_each_of_several_gateways_grants_its_share() -> None:
+    limits = {"key_requests_per_minute": 5, "key_max_requests": 1, "key_tokens_per_minute": 600}
+    door = Door(count=2, **limits)
+    for left in (2, 1, 0):
+        door.enter(ANN)
+        assert door.headers["x-ratelimit-remaining-requests"] == str(left)
+    assert door.headers["x-ratelimit-limit-tokens"] == "300"
+    with pytest.raises(ProblemError, match="3 requests a minute at this gateway"):
+        door.enter(ANN)
+    arrival = arrive("/v1/messages", [(b"x-api-key", BOB.encode())])
+    with door.quotas.enter(arrival, "messages"):
+        assert door.refused(BOB) >= 1
+
+
 def test_anthropic_names() -> None:
     door = Door(key_requests_per_minute=2)
     door.enter(ANN, path="/v1/messages")

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from deepmesh.cli.app import app
 from deepmesh.cli.status import state_of
 from deepmesh.config import Config, GatewayConfig, MeshConfig, SupervisorConfig
+from deepmesh.health import ready_path
 from deepmesh.processes import Command
 from deepmesh.run_dir import ProcessRecord, read_record
 from deepmesh.supervisor import Mesh
@@ -56,6 +57,23 @@ def test_a_killed_process_is_shown_with_how_it_ended(tmp_path: Path, restart: bo
         assert "killed by SIGKILL" in lines["tokenizer-0"]
         assert ("starts again in" in lines["tokenizer-0"]) == restart
         assert ("ended" in lines["tokenizer-0"]) == (not restart)
+
+
+def test_a_process_that_cannot_work_yet_says_how_far_it_is(tmp_path: Path) -> None:
+    names = ("executor-0-0", "tokenizer-0", "gateway-0")
+    commands = [Command(name, name.partition("-")[0], SLEEPER) for name in names]
+    config = settings(tmp_path, SupervisorConfig())
+    with Mesh(config, commands=commands, is_ready=lambda: True) as mesh:
+        assert mesh.wait_for(lambda: all(mesh.pids.values()), 10)
+        log = Path(record(mesh, "executor-0-0").log)
+        log.write_text("T INFO executor-0-0 loading: layers 3 of 8\nT INFO executor-0-0 hm\n")
+        ready_path(mesh.run_dir, "gateway-0").touch()
+        lines = {line.split()[0]: line for line in of_mesh(mesh).splitlines() if line.strip()}
+        assert "loading layers 37 %" in lines["executor-0-0"]
+        assert "not ready" in lines["tokenizer-0"]
+        assert "s, " not in lines["gateway-0"]
+        log.write_text(log.read_text() + "T INFO executor-0-0 loaded in 3.0 s: Capacity()\n")
+        assert "not ready" in of_mesh(mesh).split("executor-0-0", 1)[1].split("\n", 1)[0]
 
 
 def test_without_a_mesh_it_says_so(tmp_path: Path) -> None:

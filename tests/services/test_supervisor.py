@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from deepmesh.config import Config, ConfigError, load_config
-from deepmesh.gateway_address import PortError, gateway_url
-from deepmesh.processes import Child, Command, mesh_commands
+from deepmesh.gateway_address import PortError, check_port, gateway_url
+from deepmesh.processes import Child, Command, mesh_addresses, mesh_commands
 from deepmesh.run_dir import RunDirError, dump_toml, read_record, tail
 from deepmesh.supervisor import Mesh, MeshError
 
@@ -241,6 +241,26 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
         mesh = Mesh(tmp_path / "m.toml", commands=[])
         with pytest.raises(PortError, match=rf"gateway.port: 127.0.0.1:{port}.*choose another"):
             mesh.start()
+    assert not (tmp_path / "run").exists()
+
+
+def test_several_gateways_have_ports_in_a_row(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "count = 3\n")
+    mesh = Mesh(config)
+    port = mesh.config.gateway.port
+    commands = mesh_commands(mesh.config, tmp_path / "m.toml")
+    assert [c.name for c in commands if c.service == "gateway"] == [
+        "gateway-0",
+        "gateway-1",
+        "gateway-2",
+    ]
+    addresses = mesh_addresses(mesh.config, mesh.url)
+    assert addresses["gateway-2"] == f"http://127.0.0.1:{port + 2}"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port + 2))
+        taken.listen()
+        with pytest.raises(PortError, match=str(port + 2)):
+            check_port(mesh.config)
 
 
 def test_port_0_becomes_a_free_port_that_stays(tmp_path: Path) -> None:
