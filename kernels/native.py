@@ -74,6 +74,7 @@ FAMILIES = tuple(sorted(source.stem for source in _KERNELS.glob("*/csrc/*.cpp"))
 
 def prepare(on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
     """Build what is not there yet: a minute's work of the first start, not of the first step."""
+    on_progress(0, len(FAMILIES))
     with ThreadPoolExecutor(BUILDERS) as builders:
         for done, _ in enumerate(builders.map(library, FAMILIES), start=1):
             on_progress(done, len(FAMILIES))

@@ -84,7 +84,7 @@ def loading_words(lines: list[str]) -> str:
         if " loaded in " in line:
             found = None
         else:
-            found = re.search(r"loading: (.+) (\d+) of (\d+)$", line) or found
+            found = re.search(r"loading: (.+) (\d+) of (\d+)", line) or found
     if found is None:
         return ""
     what, done, total = found[1], int(found[2]), int(found[3])
