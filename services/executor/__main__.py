@@ -99,6 +99,7 @@ def main() -> int:
         index=arguments.index,
         rank=arguments.rank,
         tracer=tracer,
+        ahead=masks.ahead if masks is not None else None,
         on_end=lambda: faulthandler.dump_traceback_later(END_S, exit=True),
     )
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -101,7 +101,10 @@ class ModelEngine:
                 )
                 self._capacity = msgspec.structs.replace(self._capacity, costs=costs)
             has_masks = self._masks is not None and self._masks.wait_ready()
-            self._capacity = msgspec.structs.replace(self._capacity, has_masks=has_masks)
+            grammars = self._config.executor.grammar_cache if has_masks else 0
+            self._capacity = msgspec.structs.replace(
+                self._capacity, has_masks=has_masks, grammars=grammars
+            )
             self._loaded = wanted
         return msgspec.structs.replace(
             self._capacity, engine_epoch=order.engine_epoch, rank=order.rank

@@ -20,6 +20,7 @@ from deepmesh.wire.inbox import Inbox
 from deepmesh.wire.messages import (
     AnyMessage,
     Capacity,
+    CompileGrammars,
     Drain,
     GroupFlag,
     KvStatus,
@@ -38,6 +39,7 @@ from deepmesh.wire.sockets import Dialer, Identity, LinkEvent, Mail, PeerDown, P
 from services.executor.interface import Executor, GroupLost, OnProgress
 from services.executor.kv_transfer import KvTransfers
 from services.executor.loader import Loader
+from services.executor.masks.ahead import CompileAhead
 from services.executor.progress import LoadDisplay
 from services.executor.traces import Traces
 
@@ -87,10 +89,15 @@ class ExecutorService:
         index: int,
         rank: int,
         tracer: Tracer,
+        ahead: CompileAhead | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_end` is called when the loop is over, before the device is given back."""
-        self.name = f"executor-{index}-{rank}"
+        """
+        Args:
+            ahead: compiles grammars before they are in a step; None: there are none.
+            on_end: called when the loop is over, before the device is given back.
+        """
+        self.name, self._rank = f"executor-{index}-{rank}", rank
         self.counters: Counter[str] = Counter()
         self.is_hung = False  # at the end: the device did not give its thread back
         self._config, self._tracer, self._on_end = config, tracer, on_end
@@ -107,6 +114,8 @@ class ExecutorService:
             self._transfers = KvTransfers(
                 config, self.name, submit=self._executor.submit, wake=self._wake
             )
+        self._ahead = ahead or CompileAhead()
+        self._ahead.listen(self._wake)
         self._loader = Loader(self._executor.load, self._wake)
         self._display = LoadDisplay()
         self._ready = Readiness(config.mesh.run_dir, self.name, lambda: self._stats().ready)
@@ -150,6 +159,7 @@ class ExecutorService:
                 self._report_loading()
                 self._send_results()
                 self._send_transfers()
+                self._send_compiled()
                 self._traces.quiet()
                 self._ready.look()
         finally:
@@ -190,6 +200,8 @@ class ExecutorService:
                 self._on_step(message)
             case StoreBlocks() | LoadBlocks():
                 self._on_blocks(message)
+            case CompileGrammars():
+                self._ahead.order(message)
             case Reset(engine_epoch=epoch):
                 _log.info("reset to engine epoch %d", epoch)
                 self._begin_epoch(epoch)
@@ -305,6 +317,10 @@ class ExecutorService:
             if isinstance(result, StepResult):
                 self._unresolved -= 1
                 self._traces.result(result)  # later: the scheduler waits for the result
+
+    def _send_compiled(self) -> None:
+        for compiled in self._ahead.take(self._rank):
+            self._link.send(compiled)  # lost with the link: the next engine epoch asks anew
 
     def _send_transfers(self) -> None:
         while self._transfers is not None and (done := self._transfers.poll()) is not None:

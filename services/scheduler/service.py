@@ -23,6 +23,7 @@ from deepmesh.wire.messages import (
     FlushCache,
     Generate,
     GpuDone,
+    GrammarsCompiled,
     Hits,
     OpDone,
     Pause,
@@ -120,27 +121,43 @@ class SchedulerService:
     # ------------------------------------------------------------ the loop
 
     def turn(self, events: list[LinkEvent]) -> None:
-        """Everything that is there, then one Tick: mail is in, plan. Results are applied last, and
-        together, unless a peer comes or goes behind them: that may end the engine epoch."""
+        """Everything that is there, then Ticks: mail is in, plan. Results are applied last, and
+        together, unless a peer comes or goes behind them: that may end the engine epoch.
+
+        A device may stand still for want of its next step, so steps leave one by one as they are
+        planned, and whatever else is to be said comes behind them: who gets it may run on this
+        core. Tokens come first where the device has another step already.
+        """
+        later: list[Action] = []
         results: list[tuple[str, StepResult]] = []
         for event in events:
             if isinstance(event, LinkMail) and isinstance(event.message, StepResult):
-                self._traces.hop(event)
                 results.append((event.peer.name, event.message))
                 continue
             if results and not isinstance(event, LinkMail):
-                self._handle(StepResults(results))
+                later += self._handle(StepResults(results))
                 results = []
             known = self._translate(event)
             if known is not None:
-                self._handle(known)
+                later += self._handle(known)
         for order in self._take_orders():
-            self._handle(Mail("", order))
-        now = time.time_ns()
-        actions = self.core.handle(StepResults(results), now) if results else []
-        actions += self.core.handle(Tick(), now)
-        # a device may stand still for want of its next step; nobody else waits for this turn
-        for action in sorted(actions, key=lambda action: not _is_for_executor(action)):
+            later += self._handle(Mail("", order))
+        if results:
+            found = self._handle(StepResults(results))
+            if self.core.group.unresolved and not any(isinstance(a, Send) for a in later):
+                for action in found:
+                    if isinstance(action, Send):
+                        self._carry_out(action)
+                found = [action for action in found if not isinstance(action, Send)]
+            later += found
+        num_steps = -1
+        while num_steps != self.core.group.group_step:
+            num_steps = self.core.group.group_step
+            later += self._handle(Tick(steps=1))
+        for event in events:
+            if isinstance(event, LinkMail):
+                self._traces.hop(event)
+        for action in later:
             self._carry_out(action)
         self._epochs.note(self.core.group.engine_epoch)
         self._announce()
@@ -158,9 +175,15 @@ class SchedulerService:
         first, self._stops_taken = self._stops_taken, self._stops
         return [Shutdown() if order else Drain() for order in range(first, self._stops_taken)]
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: Event) -> list[Action]:
+        """What is for executors is sent at once; the rest."""
+        later: list[Action] = []
         for action in self.core.handle(event, time.time_ns()):
-            self._carry_out(action)
+            if _is_for_executor(action):
+                self._carry_out(action)
+            else:
+                later.append(action)
+        return later
 
     def _translate(self, event: LinkEvent) -> Event | None:
         match event:
@@ -195,7 +218,6 @@ class SchedulerService:
         return None
 
     def _mail(self, mail: LinkMail) -> Mail | None:
-        self._traces.hop(mail)
         match mail.message:
             case (
                 Generate()
@@ -209,6 +231,7 @@ class SchedulerService:
                 | Progress()
                 | OpDone()
                 | Hits()
+                | GrammarsCompiled()
                 | Drain()
                 | FlushCache()
                 | Pause()

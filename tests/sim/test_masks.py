@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 
 from deepmesh.wire.messages import ErrorCode, Failed, Finished, FinishReason
-from services.scheduler.sim.clock import MS
+from services.scheduler.sim.clock import MS, Times
 from services.scheduler.sim.requests import SimRequest
 from services.scheduler.sim.world import World
 from tests.sim.test_world import CONFIG, ROOMY
@@ -63,6 +63,30 @@ def test_a_mask_worker_that_restarts_costs_time_only() -> None:
     world = World(CONFIG, ROOMY, seed=4)
     grammars(world, 4)
     world.clock.at(12 * MS, lambda: world.executors[0].device.masks.restart(20 * MS))
+    world.run()
+    world.verify()
+    assert world.num_failed == 0
+
+
+def test_rows_of_new_grammars_sit_out_no_step_where_they_are_compiled_ahead() -> None:
+    missed: list[int] = []
+    for kept in (0, 64):
+        times = Times(compile=20 * MS)
+        world = World(CONFIG, replace(ROOMY, grammars=kept), seed=5, times=times)
+        grammars(world, 6)
+        world.run()
+        world.verify()
+        missed.append(world.covered().counts["missed masks"])
+    assert missed[0] > 6
+    assert missed[1] == 0
+
+
+def test_grammars_that_nobody_answers_for_hold_up_nothing_for_ever() -> None:
+    times = Times(compile=5 * MS)
+    capacity = replace(ROOMY, grammars=4)
+    world = World(CONFIG, capacity, seed=6, ranks=2, times=times, deaf=0.4)
+    grammars(world, 12)
+    world.clock.at(30 * MS, lambda: world.kill_executor(1, 20 * MS))
     world.run()
     world.verify()
     assert world.num_failed == 0

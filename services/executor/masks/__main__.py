@@ -27,6 +27,7 @@ def main() -> int:
     parser.add_argument("--name", required=True, help="for the log")
     parser.add_argument("--log-level", default="info")
     parser.add_argument("--socket", type=int, required=True, help="descriptor")
+    parser.add_argument("--orders", type=int, required=True, help="descriptor of a second socket")
     parser.add_argument("--memory", type=int, required=True, help="descriptor")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--vocab-size", type=int, required=True)
@@ -40,6 +41,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end = socket.socket(fileno=arguments.socket)
+    orders = socket.socket(fileno=arguments.orders)
     try:
         vocabulary = MaskVocabulary(arguments.model, arguments.vocab_size)
     except ValueError as error:
@@ -49,6 +51,7 @@ def main() -> int:
     masks = np.frombuffer(memory, np.int32).reshape(arguments.slots, vocabulary.num_words)
     worker = Worker(
         end,
+        orders,
         masks,
         vocabulary,
         cache_size=arguments.cache_size,

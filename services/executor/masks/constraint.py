@@ -19,12 +19,10 @@ class Constraint:
         self.position = order.position - len(output)
         self._matcher, self._vocabulary = matcher, vocabulary
         self._min_len = order.min_len
-        stop_ids = unpack_ids(order.stop_ids).tolist()
-        self._stops, self._ends = vocabulary.bits(stop_ids), vocabulary.ends(stop_ids)
-        kind = order.grammar.kind
+        kind, rows = order.grammar.kind, vocabulary.stops(order.stop_ids)
         self._may_stop_early = kind in MAY_STOP_EARLY
-        allowed = vocabulary.with_marker if kind in MAY_USE_MARKERS else vocabulary.plain
-        self._going_on = allowed & ~self._ends  # tokens that do not end the output
+        self._stops, self._unended = rows.stops, rows.unended
+        self._going_on = rows.with_marker if kind in MAY_USE_MARKERS else rows.plain
         self._marker = b"".join(
             vocabulary.bytes_of(token) for token in unpack_ids(order.grammar.start_after).tolist()
         )
@@ -67,7 +65,7 @@ class Constraint:
             if self._may_stop_early:
                 return MaskState.FREE
             # an output that ends before it has begun would be none
-            np.bitwise_and(self._vocabulary.all, ~self._ends, out=row)
+            row[:] = self._unended
             return MaskState.MASK
         if self._is_broken or self._matcher.is_error():
             return MaskState.BROKEN

@@ -57,7 +57,6 @@ class _Stay:
         self.compile_ns = 0
         self.from_cache = False
         self.problem = ""
-        self.num_masks = self.num_missed = self.wait_ns = 0
 
 
 class MaskGate:
@@ -102,6 +101,9 @@ class MaskGate:
         self._state = np.zeros(num, np.uint8)
         self._missed = np.full(num, NOWHERE, np.int64)  # position that was waited for in vain
         self._due = np.zeros(num)  # monotonic: an answer later than this does not come
+        self._num_masks = np.zeros(num, np.int64)  # for the traces, as what follows
+        self._num_missed = np.zeros(num, np.int64)
+        self._wait_ns = np.zeros(num, np.int64)
 
     # ------------------------------------------------------------ before the forward pass
 
@@ -138,13 +140,14 @@ class MaskGate:
         self._has[slot] = init.grammar is not None
         if init.grammar is not None:
             self._stays[slot] = _Stay(init.traceparent)
+            self._num_masks[slot] = self._num_missed[slot] = self._wait_ns[slot] = 0
 
     def _leave(self, slot: int) -> None:
         if self._serial[slot]:
             self._closed.append(int(self._serial[slot]))
         self._serial[slot], self._has[slot] = 0, False
         if (stay := self._stays.pop(slot, None)) is not None and stay.traceparent:
-            self._report(stay)
+            self._report(slot, stay)
 
     def _forget_all(self) -> None:
         for slot in np.flatnonzero(self._has).tolist():
@@ -189,10 +192,8 @@ class MaskGate:
         states[rows] = np.where(known, self._state[at], MaskState.MISSING)
         self.counters["masks"] += len(rows)
         self.counters["missed"] += int((~known).sum())
-        for slot, is_known in zip(at.tolist(), known.tolist(), strict=True):
-            stay = self._stays[slot]
-            stay.num_masks += is_known
-            stay.num_missed += not is_known
+        self._num_masks[at] += known
+        self._num_missed[at] += ~known
         self._give_up_hung(at[~known])
         return states
 
@@ -216,8 +217,7 @@ class MaskGate:
         waited_ns = round((time.monotonic() - began) * 1e9)
         self.counters["wait_us"] += waited_ns // 1000
         self._missed[at[~known]] = positions[~known]
-        for slot in at.tolist():
-            self._stays[slot].wait_ns += waited_ns
+        self._wait_ns[at] += waited_ns
         return known
 
     def _take(self, timeout_s: float) -> None:
@@ -263,8 +263,11 @@ class MaskGate:
         whole = states == MaskState.COMPLETE
         reasons[whole] = DoneReason.GRAMMAR
         took = rows[(reasons[rows] == DoneReason.NONE) & drawn.finite[rows]]
-        sent = took[self._advance(live.slots[took], slots, drawn.tokens[took])]
-        last = sent[slots.total_len[live.slots[sent]] + 1 >= slots.max_len[live.slots[sent]]]
+        goes = took[~_stops(live.slots[took], slots, drawn.tokens[took])]
+        at = live.slots[goes]
+        is_last = slots.total_len[at] + 1 >= slots.max_len[at]
+        self._advance(at, slots, drawn.tokens[goes], is_last)
+        last = goes[is_last]
         reasons[last[self._completed(live.slots[last], slots)]] = DoneReason.GRAMMAR
         if not whole.any():
             return drawn._replace(reasons=reasons)
@@ -279,26 +282,23 @@ class MaskGate:
         )
 
     def _advance(
-        self, at: NDArray[np.int64], slots: SlotTable, tokens: NDArray[np.int32]
-    ) -> NDArray[np.bool_]:
-        """The next masks are made while the next forward pass runs; which tokens were sent.
-
-        A stop id ends the output and is none of the worker's business.
-        """
-        ends = [
-            token in slots.request(slot).stop_ids
-            for slot, token in zip(at.tolist(), tokens.tolist(), strict=True)
-        ]
-        goes = ~np.array(ends, bool)
-        at, tokens = at[goes], tokens[goes]
-        if len(at):
-            news = np.zeros(len(at), TOKEN)
-            news["slot"], news["serial"] = at, self._serial[at]
-            news["position"], news["token"] = slots.total_len[at], tokens
-            self._told[at] = slots.total_len[at] + 1
-            self._due[at] = time.monotonic() + HANG_S
-            self._process.send([Advance(news.tobytes())])
-        return goes
+        self,
+        at: NDArray[np.int64],
+        slots: SlotTable,
+        tokens: NDArray[np.int32],
+        is_last: NDArray[np.bool_],
+    ) -> None:
+        """The next masks are made while the next forward pass runs; those that are waited for
+        at once come first."""
+        if not len(at):
+            return
+        news = np.zeros(len(at), TOKEN)
+        news["slot"], news["serial"] = at, self._serial[at]
+        news["position"], news["token"] = slots.total_len[at], tokens
+        self._told[at] = slots.total_len[at] + 1
+        self._due[at] = time.monotonic() + HANG_S
+        parts = ((news[is_last], True), (news[~is_last], False))
+        self._process.send([Advance(part.tobytes(), urgent) for part, urgent in parts if len(part)])
 
     def _completed(self, at: NDArray[np.int64], slots: SlotTable) -> NDArray[np.bool_]:
         """Whether the token that was just sent completes the output of each slot."""
@@ -307,14 +307,22 @@ class MaskGate:
         known = self._await(at, slots.total_len[at] + 1, LAST_S)
         return known & (self._state[at] == MaskState.COMPLETE)
 
-    def _report(self, stay: _Stay) -> None:
+    def _report(self, slot: int, stay: _Stay) -> None:
         attributes: dict[str, str | int | float | bool] = {
             "compile_ms": stay.compile_ns / 1e6,
             "from_cache": stay.from_cache,
-            "masks": stay.num_masks,
-            "missed": stay.num_missed,
-            "wait_ms": stay.wait_ns / 1e6,
+            "masks": int(self._num_masks[slot]),
+            "missed": int(self._num_missed[slot]),
+            "wait_ms": int(self._wait_ns[slot]) / 1e6,
         }
         if stay.problem:
             attributes["problem"] = stay.problem
         self._on_span(stay.traceparent, stay.begin_ns, time.time_ns(), attributes)
+
+
+def _stops(at: NDArray[np.int64], slots: SlotTable, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Which tokens end their outputs: they are none of the worker's business."""
+    found = slots.is_stop[tokens]  # of any request, so few are looked at one by one
+    for i in np.flatnonzero(found).tolist():
+        found[i] = int(tokens[i]) in slots.request(int(at[i])).stop_ids
+    return found

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from deepmesh.config import Config
 from services.executor.interface import LiveRows, Sampled
+from services.executor.masks.ahead import CompileAhead
 from services.executor.masks.gate import MaskGate, OnSpan
 from services.executor.masks.process import MaskProcess
 from services.executor.masks.vocabulary import Words
@@ -22,6 +23,7 @@ class GrammarMasks:
 
     def __init__(self, config: Config, name: str, on_span: OnSpan) -> None:
         """`name` is that of the executor; `on_span` gets a span for each traced request."""
+        self.ahead = CompileAhead()
         self._config, self._name, self._on_span = config, f"{name}-masks", on_span
         self._of: tuple[Path, int, int] | None = None
         self._process: MaskProcess | None = None
@@ -42,6 +44,7 @@ class GrammarMasks:
             compile_s=executor.grammar_compile_s,
             threads=executor.grammar_threads,
             log_level=self._config.mesh.log_level,
+            ahead=self.ahead,
         )
         self._gate = MaskGate(
             self._process,

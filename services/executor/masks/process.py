@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from services.executor.masks.ahead import CompileAhead
 from services.executor.masks.protocol import Frames, Message, Ready
 from services.executor.masks.vocabulary import BITS, Words
 
@@ -53,7 +54,9 @@ class MaskProcess:
         compile_s: float,
         threads: int,
         log_level: str = "info",
+        ahead: CompileAhead | None = None,
     ) -> None:
+        """`ahead` is told of each life, and orders of it what no step needs yet."""
         words = -(-vocab_size // BITS)
         self._memory_fd = os.memfd_create(f"deepmesh-{name}", os.MFD_CLOEXEC)
         os.ftruncate(self._memory_fd, 4 * num_slots * words)
@@ -72,6 +75,7 @@ class MaskProcess:
         self._argv = [sys.executable, "-m", "services.executor.masks"]
         self._argv += [str(part) for option in options.items() for part in option]
         self._name = name
+        self._ahead = ahead or CompileAhead()
         self._changed = threading.Condition()  # guards what follows
         self._life: _Life | None = None
         self._is_ready = False
@@ -182,6 +186,7 @@ class MaskProcess:
                 if self._life is life:
                     self._life = None
             life.end.close()
+            self._ahead.end_life()
             if self._closing or status == UNUSABLE:
                 break
             is_steady = time.monotonic() - began >= STEADY_S
@@ -197,16 +202,21 @@ class MaskProcess:
 
     def _begin(self, number: int) -> _Life:
         ours, theirs = socket.socketpair()
-        with theirs:
-            descriptors = ["--socket", str(theirs.fileno()), "--memory", str(self._memory_fd)]
+        orders, their_orders = socket.socketpair()
+        with theirs, their_orders:
+            passed = (theirs.fileno(), their_orders.fileno(), self._memory_fd)
+            options = zip(("--socket", "--orders", "--memory"), map(str, passed), strict=True)
+            descriptors = [part for option in options for part in option]
             process = subprocess.Popen(
                 [*self._argv, *descriptors],
                 stdin=subprocess.DEVNULL,
                 cwd=ROOT,  # not the user's: a folder called "services" may lie there
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
-                pass_fds=(theirs.fileno(), self._memory_fd),
+                pass_fds=passed,
             )
         ours.settimeout(SEND_S)
+        orders.settimeout(SEND_S)
+        self._ahead.begin_life(orders)
         return _Life(process, ours, number)
 
     def _hang_up(self, life: _Life) -> None:

@@ -53,6 +53,7 @@ class Advance(Part, frozen=True):
     """executor -> worker: tokens that were sampled."""
 
     tokens: bytes  # TOKEN
+    is_urgent: bool = False  # the device waits for what there is behind them
 
 
 class Close(Part, frozen=True):
@@ -73,6 +74,21 @@ class Answers(Part, frozen=True):
     rows: bytes  # ANSWER
 
 
+class Compile(Part, frozen=True):
+    """executor -> worker, over the socket for orders: have this ready before its request comes."""
+
+    engine_epoch: int
+    order: int
+    grammar: Grammar
+
+
+class Compiled(Part, frozen=True):
+    """worker -> executor, over the socket for orders: it is ready, or never will be."""
+
+    engine_epoch: int
+    order: int
+
+
 class Opened(Part, frozen=True):
     """worker -> executor: a grammar is compiled, or cannot be."""
 
@@ -83,7 +99,7 @@ class Opened(Part, frozen=True):
     problem: str = ""
 
 
-Message = Open | Advance | Close | Ready | Answers | Opened
+Message = Open | Advance | Close | Ready | Answers | Opened | Compile | Compiled
 
 
 class Frames:

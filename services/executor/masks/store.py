@@ -24,7 +24,7 @@ def _stand_back() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPILE_NICENESS)
 
 
-class Compiled:
+class CompiledGrammar:
     """A grammar that is being compiled, or has been."""
 
     def __init__(self, begin_ns: int) -> None:
@@ -60,18 +60,18 @@ class GrammarStore:
         self._vocabulary, self._size = vocabulary, size
         self._limit_ns = round(limit_s * 1e9)
         self._wake = wake
-        self._kept: OrderedDict[tuple[bytes, str, str], Compiled] = OrderedDict()
+        self._kept: OrderedDict[tuple[bytes, str, str], CompiledGrammar] = OrderedDict()
         self._threads = ThreadPoolExecutor(
             threads, thread_name_prefix="compile", initializer=_stand_back
         )
 
-    def get(self, grammar: Grammar) -> tuple[Compiled, bool]:
+    def get(self, grammar: Grammar) -> tuple[CompiledGrammar, bool]:
         """The grammar, and whether it was there already; ordered if not."""
         key = (grammar.hash, grammar.kind, grammar.text)
         if found := self._kept.get(key):
             self._kept.move_to_end(key)
             return found, True
-        compiled = self._kept[key] = Compiled(time.time_ns())
+        compiled = self._kept[key] = CompiledGrammar(time.time_ns())
         while len(self._kept) > self._size:
             self._kept.popitem(last=False)
         done = self._threads.submit(self._compile, grammar)
@@ -105,7 +105,7 @@ class GrammarStore:
             raise GrammarError(matcher.get_error())
         return matcher
 
-    def _finish(self, compiled: Compiled, done: "Future[LLMatcher]") -> None:
+    def _finish(self, compiled: CompiledGrammar, done: "Future[LLMatcher]") -> None:
         if done.cancelled() or compiled.is_done:
             return
         error, now_ns = done.exception(), time.time_ns()
@@ -116,7 +116,7 @@ class GrammarStore:
         compiled.end_ns = now_ns
         self._wake()
 
-    def _is_late(self, compiled: Compiled, now_ns: int) -> bool:
+    def _is_late(self, compiled: CompiledGrammar, now_ns: int) -> bool:
         """Whether its time is over; then it is its problem."""
         if now_ns - compiled.begin_ns <= self._limit_ns:
             return False

@@ -3,11 +3,14 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from llguidance import LLTokenizer
 from numpy.typing import NDArray
+
+from deepmesh.wire.messages import Ids
+from deepmesh.wire.packed import unpack_ids
 
 EOS = "<｜end▁of▁sentence｜>"
 MARKER = "｜DSML｜"
@@ -15,7 +18,18 @@ MARKER = "｜DSML｜"
 AS_TEXT = frozenset({MARKER, "<think>", "</think>"})
 BITS = 32
 
+MAX_STOPS = 256  # sets of stop ids whose rows are kept
+
 Words = NDArray[np.int32]
+
+
+class Stops(NamedTuple):
+    """Rows of bits for outputs that the same ids end."""
+
+    stops: Words  # what may end the output where it is whole
+    plain: Words  # tokens of text that do not end it
+    with_marker: Words  # these, and the marker of calls
+    unended: Words  # all ids that do not end it
 
 
 class MaskVocabulary:
@@ -47,8 +61,9 @@ class MaskVocabulary:
         self.all = self.bits(range(vocab_size))
         control = self.bits(ids.values())
         marker = self.bits([ids[MARKER]] if MARKER in ids else [])
-        self.plain = self.all & ~control  # tokens of text
-        self.with_marker = self.plain | marker
+        self._plain = self.all & ~control  # tokens of text
+        self._with_marker = self._plain | marker
+        self._stops: dict[Ids, Stops] = {}
 
     def bits(self, ids: Iterable[int]) -> Words:
         """A row in which these tokens are allowed."""
@@ -57,9 +72,22 @@ class MaskVocabulary:
         np.bitwise_or.at(row, known // BITS, np.uint32(1) << (known % BITS).astype(np.uint32))
         return row.view(np.int32)
 
-    def ends(self, stop_ids: Iterable[int]) -> Words:
-        """A row of every token that ends an output, whoever says so."""
-        return self.bits({*self._eos, *stop_ids})
+    def stops(self, stop_ids: Ids) -> Stops:
+        """The rows of a request's stop ids; most requests have the same."""
+        if (known := self._stops.get(stop_ids)) is not None:
+            return known
+        ids = unpack_ids(stop_ids).tolist()
+        goes_on = ~self.bits({*self._eos, *ids})
+        found = Stops(
+            stops=self.bits(ids),
+            plain=self._plain & goes_on,
+            with_marker=self._with_marker & goes_on,
+            unended=self.all & goes_on,
+        )
+        if len(self._stops) >= MAX_STOPS:
+            self._stops.clear()
+        self._stops[stop_ids] = found
+        return found
 
     def bytes_of(self, token: int) -> bytes:
         """The text of a token."""

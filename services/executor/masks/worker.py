@@ -18,6 +18,8 @@ from services.executor.masks.protocol import (
     Advance,
     Answers,
     Close,
+    Compile,
+    Compiled,
     Frames,
     MaskState,
     Message,
@@ -25,7 +27,7 @@ from services.executor.masks.protocol import (
     Opened,
     Ready,
 )
-from services.executor.masks.store import Compiled, GrammarStore
+from services.executor.masks.store import CompiledGrammar, GrammarStore
 from services.executor.masks.vocabulary import MaskVocabulary
 
 _log = logging.getLogger(__name__)
@@ -39,6 +41,7 @@ class Worker:
     def __init__(
         self,
         end: socket.socket,
+        orders: socket.socket,
         masks: NDArray[np.int32],
         vocabulary: MaskVocabulary,
         *,
@@ -46,8 +49,14 @@ class Worker:
         compile_s: float,
         threads: int,
     ) -> None:
-        """`masks`: [num_slots, num_words], the memory that the executor reads."""
+        """
+        Args:
+            end: to the device stream: outputs, tokens and answers.
+            orders: to the executor's service: grammars that no step needs yet.
+            masks: [num_slots, num_words], the memory that the executor reads.
+        """
         self._frames, self._end = Frames(end), end
+        self._orders, self._orders_end = Frames(orders), orders
         self._masks, self._vocabulary = masks, vocabulary
         self._awake, self._waker = socket.socketpair()
         self._awake.setblocking(False)
@@ -56,7 +65,9 @@ class Worker:
             vocabulary, size=cache_size, limit_s=compile_s, threads=threads, wake=self._wake
         )
         self._open: dict[int, Constraint] = {}  # by serial
-        self._compiling: dict[int, tuple[Open, Compiled, list[int]]] = {}  # tokens came meanwhile
+        # tokens came meanwhile
+        self._compiling: dict[int, tuple[Open, CompiledGrammar, list[int]]] = {}
+        self._ahead: list[tuple[Compile, CompiledGrammar]] = []  # orders that are not done
         self._due: deque[int] = deque()  # serials whose next mask is to be filled
         self._answers: list[tuple[int, int, int, int]] = []
 
@@ -69,12 +80,17 @@ class Worker:
         with selectors.DefaultSelector() as selector:
             selector.register(self._end, selectors.EVENT_READ)
             selector.register(self._awake, selectors.EVENT_READ)
+            selector.register(self._orders_end, selectors.EVENT_READ)
             try:
                 self._frames.send([Ready(os.getpid())])
                 while True:
                     # what is due is filled first; mail that is there goes before it
-                    timeout = 0 if self._due else LOOK_S if self._compiling else None
-                    self._turn({key.fileobj for key, _ in selector.select(timeout)})
+                    waits = self._compiling or self._ahead
+                    timeout = 0 if self._due else LOOK_S if waits else None
+                    readable: set[object] = {key.fileobj for key, _ in selector.select(timeout)}
+                    self._turn(readable)
+                    if self._orders_end in readable and not self._take_orders():
+                        selector.unregister(self._orders_end)
             except (EOFError, BrokenPipeError):
                 _log.info("the executor is gone")
             finally:
@@ -86,9 +102,30 @@ class Worker:
         if self._end in readable:
             for message in self._frames.receive():
                 self._on_message(message)
-        if self._compiling:
+        if self._compiling or self._ahead:
             self._take_compiled()
         self._fill_some()
+
+    def _take_orders(self) -> bool:
+        """Begin to compile what is ordered ahead; whether there may be more."""
+        try:
+            messages = self._orders.receive()
+        except (EOFError, OSError):  # it has been given up there: no step misses it
+            self._ahead.clear()
+            return False
+        for message in messages:
+            if isinstance(message, Compile):
+                self._ahead.append((message, self._store.get(message.grammar)[0]))
+        self._answer_orders()
+        return True
+
+    def _answer_orders(self) -> None:
+        done = [Compiled(o.engine_epoch, o.order) for o, made in self._ahead if made.is_done]
+        if not done:
+            return
+        self._ahead = [(order, made) for order, made in self._ahead if not made.is_done]
+        with contextlib.suppress(OSError):  # nobody is there to hear it
+            self._orders.send(done)
 
     # ------------------------------------------------------------ mail
 
@@ -96,14 +133,15 @@ class Worker:
         match message:
             case Open():
                 self._on_open(message)
-            case Advance(tokens=tokens):
+            case Advance(tokens=tokens, is_urgent=is_urgent):
                 for _, serial, position, token in np.frombuffer(tokens, TOKEN).tolist():
-                    self._on_token(serial, position, token)
+                    self._on_token(serial, position, token, is_urgent=is_urgent)
+                self._send_answers()
             case Close(serials=serials):
                 for serial in np.frombuffer(serials, "<u4").tolist():
                     self._open.pop(serial, None)
                     self._compiling.pop(serial, None)
-            case Ready() | Answers() | Opened():
+            case Ready() | Answers() | Opened() | Compile() | Compiled():
                 raise AssertionError(f"a {type(message).__name__} is not for a worker")
 
     def _on_open(self, order: Open) -> None:
@@ -113,7 +151,7 @@ class Worker:
         else:
             self._compiling[order.serial] = (order, compiled, [])
 
-    def _on_token(self, serial: int, position: int, token: int) -> None:
+    def _on_token(self, serial: int, position: int, token: int, *, is_urgent: bool) -> None:
         if waiting := self._compiling.get(serial):
             waiting[2].append(token)
         elif constraint := self._open.get(serial):
@@ -121,18 +159,22 @@ class Worker:
                 f"the token at {position} came when {constraint.position} was expected"
             )
             constraint.consume(token)
-            self._due.append(serial)
+            if is_urgent:
+                self._fill(serial)
+            else:
+                self._due.append(serial)
 
     # ------------------------------------------------------------ grammars
 
     def _take_compiled(self) -> None:
         self._store.give_up_late()
+        self._answer_orders()
         done = [serial for serial, (_, compiled, _) in self._compiling.items() if compiled.is_done]
         for serial in done:
             self._begin(*self._compiling.pop(serial), from_cache=False)
 
     def _begin(
-        self, order: Open, compiled: Compiled, tokens: list[int], *, from_cache: bool
+        self, order: Open, compiled: CompiledGrammar, tokens: list[int], *, from_cache: bool
     ) -> None:
         now_ns = time.time_ns()
         begin_ns, end_ns = (now_ns, now_ns) if from_cache else (compiled.begin_ns, compiled.end_ns)
@@ -154,12 +196,18 @@ class Worker:
         """Fill what is due for a moment, and send what came of it."""
         until_ns = time.monotonic_ns() + FLUSH_NS
         while self._due:
-            constraint = self._open.get(self._due.popleft())
-            if constraint is not None:
-                state = constraint.fill(self._masks[constraint.slot])
-                self._answer(constraint.slot, constraint.serial, constraint.position, state)
+            self._fill(self._due.popleft())
             if time.monotonic_ns() >= until_ns:
                 break
+        self._send_answers()
+
+    def _fill(self, serial: int) -> None:
+        constraint = self._open.get(serial)
+        if constraint is not None:
+            state = constraint.fill(self._masks[constraint.slot])
+            self._answer(constraint.slot, constraint.serial, constraint.position, state)
+
+    def _send_answers(self) -> None:
         if self._answers:
             rows, self._answers = np.array(self._answers, ANSWER), []
             self._frames.send([Answers(rows.tobytes())])

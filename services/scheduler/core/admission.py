@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .costs import Costs
+from .grammars import Grammars
 from .placement import RankLoads
 from .prefix_index import Hit, extend_chain
 from .request import Phase, Request
@@ -19,7 +20,7 @@ AWAIT_STEPS = 8  # beyond what its own prefill takes twice, a request awaits an 
 
 class Admission:
     """Moves requests from the queue into slots. Nobody overtakes the head, unless that waits for
-    a prefix that is being computed."""
+    a prefix that is being computed, or for its grammar."""
 
     def __init__(
         self,
@@ -29,6 +30,7 @@ class Admission:
         *,
         transfers: Transfers,
         costs: Costs,
+        grammars: Grammars,
         prefix_cache: bool,
         max_unacked: int,
     ) -> None:
@@ -38,7 +40,7 @@ class Admission:
         self._waiting = waiting
         self._watermark = watermark
         self._loads, self._writes = transfers.loads, transfers.writes
-        self._costs = costs
+        self._costs, self._grammars = costs, grammars
         self._prefix_cache = prefix_cache
         self._max_unacked = max_unacked
         self._expected: set[bytes] = set()  # points that are being computed, and nowhere there yet
@@ -66,9 +68,9 @@ class Admission:
         self._expected = self._absent(set[bytes]().union(*self._residency.expected))
         loads = RankLoads(self._residency, self._watermark, self._costs)
         for request in list(self._waiting):
-            if request.is_parked or self._awaits_prefix(request, step):
+            if request.is_parked or self._grammars.awaits(request, now):
                 continue
-            if self._awaits_store(request, now):
+            if self._awaits_prefix(request, step) or self._awaits_store(request, now):
                 continue
             if self._must_be_alone(request):
                 return

@@ -41,6 +41,7 @@ def audit(core: Scheduler) -> None:
     _loads(engine, residents)
     _expected(engine, residents)
     _fits(core, engine)
+    _grammars(engine)
     _pipeline(core.group)
     _inflight(engine, steps, core.config.depth)
     for rank in range(len(engine.memories)):
@@ -103,6 +104,16 @@ def _counters(engine: Engine, residents: list[Request]) -> None:
     holds((table.rid[here] == rids) & (table.epoch[here] == epochs), "I16 slot")
     homes = [table.tokenizers[int(table.tokenizer[i])] for i in here]
     holds(np.array([r.reply_to == h for r, h in zip(residents, homes, strict=True)]), "I18 home")
+
+
+def _grammars(engine: Engine) -> None:
+    """I29: whoever waits for a grammar waits for somebody's answer, and none is known for longer
+    than the executors keep it."""
+    grammars, ranks = engine.grammars, set(range(len(engine.memories)))
+    require(grammars.num_known <= grammars.kept, "I29 more grammars than the executors keep")
+    require(2 * grammars.num_open <= grammars.kept + 1, "I29 orders push out each other's grammars")
+    for pending in grammars.pending():
+        require(bool(pending) and pending <= ranks, "I29 a grammar is waited for in vain")
 
 
 def _tables(engine: Engine, residents: list[Request]) -> None:

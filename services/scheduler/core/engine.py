@@ -10,6 +10,7 @@ from deepmesh.wire.messages import Capacity, Pool, ReplicaStats, StepResult, Ste
 from .admission import Admission
 from .alignment import Alignment, ChooseKind
 from .costs import Costs, verify_costs
+from .grammars import Grammars
 from .group import Group, StepRecord
 from .kv_stores import KvStores
 from .leases import RankMemory
@@ -85,12 +86,15 @@ class Engine:
             load_s=load_s,
             prefill_token_ns=capacities[0].costs.prefill_token_ns,
         )
+        kept = min(capacity.grammars for capacity in capacities)
+        self.grammars = Grammars(group, outbox, kept=kept)
         self.admission = Admission(
             self.residency,
             waiting,
             self.watermark,
             transfers=self.transfers,
             costs=costs,
+            grammars=self.grammars,
             prefix_cache=prefix_cache,
             max_unacked=max_unacked,
         )

@@ -8,12 +8,14 @@ from deepmesh.wire.messages import (
     Ack,
     Attach,
     Capacity,
+    CompileGrammars,
     Drain,
     Failed,
     Finished,
     FlushCache,
     Generate,
     GpuDone,
+    GrammarsCompiled,
     Hits,
     Load,
     LoadBlocks,
@@ -44,6 +46,7 @@ Incoming = (
     | Progress
     | OpDone
     | Hits
+    | GrammarsCompiled
     | Drain
     | FlushCache
     | Pause
@@ -62,6 +65,7 @@ Outgoing = (
     | StoreBlocks
     | LoadBlocks
     | Lookup
+    | CompileGrammars
 )
 
 
@@ -131,6 +135,8 @@ class KvstoreDown:
 @dataclass(frozen=True, slots=True)
 class Tick:
     """All mail so far is in: plan, and look at the timers."""
+
+    steps: int = 8  # planned at most, however many the depth allows
 
 
 Event = (

@@ -11,6 +11,7 @@ from deepmesh.wire.messages import (
     FlushCache,
     Generate,
     GpuDone,
+    GrammarsCompiled,
     Hits,
     OpDone,
     Pause,
@@ -120,12 +121,13 @@ class Scheduler:
     def handle(self, event: Event, now: int) -> list[Action]:
         """Take one event at `now` (ns of the wall clock) and say what to do about it."""
         match event:
-            case Tick():
+            case Tick(steps):
                 self._timers(now)
                 self._expire_transfers(now)
-                self._plan(now)
+                self._plan(now, steps)
                 if self.engine is not None:
                     self.engine.transfers.flush(now)
+                    self.engine.grammars.flush()
                 if self.intake.draining:
                     is_storing = self.engine is not None and self.engine.transfers.is_storing
                     self.drained = self._controls.has_drained(now, is_storing=is_storing)
@@ -229,6 +231,9 @@ class Scheduler:
                     self.engine.transfers.op_done(peer, message, now)
             case Hits():
                 self.stores.hits(peer, message)
+            case GrammarsCompiled():
+                if self.engine is not None:
+                    self.engine.grammars.compiled(message)
             case Progress():
                 self.outbox.note(
                     "debug",
@@ -255,6 +260,7 @@ class Scheduler:
         request = self.intake.generate(message, now)
         if request is not None and self.engine is not None:
             self.engine.results.watch(request.stop_ids)
+            self.engine.grammars.awaits(request, now)  # ordered now, it is there the sooner
 
     def _tokenizer_up(self, peer: str, incarnation: bytes, now: int) -> None:
         """A link that came back to the same process gets what it may have missed."""
@@ -273,12 +279,15 @@ class Scheduler:
 
     # ------------------------------------------------------------ steps
 
-    def _plan(self, now: int) -> None:
-        """Submit as many steps as depth, pause and drain allow."""
+    def _plan(self, now: int, most: int) -> None:
+        """Submit as many steps as depth, pause and drain allow, and at most so many."""
         engine, group, controls = self.engine, self.group, self._controls
         if self.intake.draining and not self.registry.live:
             controls.finish(now)
         while engine is not None and group.ready and len(group.unresolved) < self.config.depth:
+            if most <= 0:
+                return
+            most -= 1
             flags = controls.next_flags()
             if flags is None:
                 return

@@ -24,6 +24,7 @@ class Times:
     straggle: float = 0.25  # most that one rank needs longer than another for the same
     tail: int = 300 * US
     load: int = 5 * MS
+    compile: int = 0  # of a grammar that is new to an executor
     cpu: int = 0  # of the scheduler, each time that it looks at its mail, and for each ...
     cpu_rank: int = 0  # ... result of a rank
 

@@ -10,7 +10,10 @@ from msgspec.structs import replace
 
 from deepmesh.wire.messages import (
     Capacity,
+    CompileGrammars,
     GpuDone,
+    Grammar,
+    GrammarsCompiled,
     Load,
     LoadBlocks,
     Reset,
@@ -27,6 +30,7 @@ from ..core.events import Incoming
 from .clock import MS, Clock, Times
 from .collectives import Rendezvous
 from .device import Device
+from .hashing import mix
 from .link import Link
 from .masks import MaskWorker
 from .store import SimStore, SimTransfers, Truth
@@ -66,6 +70,7 @@ class SimExecutor:
         self.name = f"executor-0-{rank}"
         self.rank = rank
         self.link = link
+        self.deaf = 0.0  # share of grammars ordered ahead that nobody answers for
         self.mask_miss = 0.0  # share of masks that come after the forward has ended
         self.is_hung = False  # the device never ends its steps; the process lives
         self.num_errors_due = 0  # steps that will fail on the device
@@ -103,7 +108,9 @@ class SimExecutor:
         self.device = self._new_device()
         self._abandon(NO_EPOCH)
 
-    def receive(self, message: Load | SubmitStep | Reset | StoreBlocks | LoadBlocks) -> None:
+    def receive(
+        self, message: Load | SubmitStep | Reset | StoreBlocks | LoadBlocks | CompileGrammars
+    ) -> None:
         """An order of the scheduler."""
         match message:
             case Load(engine_epoch=epoch):
@@ -118,11 +125,30 @@ class SimExecutor:
             case StoreBlocks() | LoadBlocks():
                 if message.engine_epoch == self._epoch:
                     self.transfers.receive(message)
+            case CompileGrammars(engine_epoch=epoch, orders=orders):
+                for number, grammar in orders:
+                    self._compile(epoch, number, grammar)
+
+    def _compile(self, epoch: int, number: int, grammar: Grammar) -> None:
+        """Ahead of the steps that need it; or never, and nobody says so."""
+        if mix(number, self.rank) % 1000 < 1000 * self.deaf:
+            return
+
+        def compiled() -> None:
+            masks.compiled.add(grammar.text)
+            if masks is self.device.masks:  # else its process has died meanwhile
+                self._send(GrammarsCompiled(epoch, self.rank, [number]))
+
+        masks = self.device.masks
+        self._clock.at(self._times.compile, compiled)
 
     def _new_device(self) -> Device:
         clock = self._clock
         masks = MaskWorker(
-            self._capacity.vocab_size, now=lambda: clock.now, fill_ns=self._mask_fill_ns
+            self._capacity.vocab_size,
+            now=lambda: clock.now,
+            fill_ns=self._mask_fill_ns,
+            compile_ns=self._times.compile,
         )
         return Device(self._capacity, self.rank, masks=masks)
 

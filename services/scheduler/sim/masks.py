@@ -49,9 +49,12 @@ class MaskWorker:
         *,
         now: Callable[[], int] = lambda: 0,
         fill_ns: Callable[[], int] = lambda: 0,
+        compile_ns: int = 0,
     ) -> None:
+        """`compile_ns`: until the first mask of a grammar that was not compiled ahead."""
+        self.compiled: set[str] = set()
         self._vocab_size = vocab_size
-        self._now, self._fill_ns = now, fill_ns
+        self._now, self._fill_ns, self._compile_ns = now, fill_ns, compile_ns
         self._matchers: dict[tuple[int, int], _Matcher] = {}
         self._masks: dict[Tag, Masks] = {}
 
@@ -64,8 +67,10 @@ class MaskWorker:
         ids = unpack_ids(init.ids).tolist()
         matcher = _Matcher(grammar, init.prompt_len, ids[: init.prompt_len], grammar.root)
         self._matchers[key] = matcher
+        late_ns = 0 if init.grammar.text in self.compiled else self._compile_ns
+        self.compiled.add(init.grammar.text)
         if self._accept(matcher, ids[init.prompt_len :]):
-            self._fill(key, matcher, [])
+            self._fill(key, matcher, [], late_ns)
 
     def close(self, rid: int, epoch: int) -> None:
         """The request has left."""
@@ -121,7 +126,9 @@ class MaskWorker:
             matcher.state = mix(matcher.state, token)
         return True
 
-    def _fill(self, key: tuple[int, int], matcher: _Matcher, drafts: list[int]) -> None:
+    def _fill(
+        self, key: tuple[int, int], matcher: _Matcher, drafts: list[int], late_ns: int = 0
+    ) -> None:
         """Walk the drafts and roll back; an illegal one cuts the rest."""
         state, legal = matcher.state, [matcher.grammar.legal(matcher.state, self._vocab_size)]
         for draft in drafts:
@@ -130,7 +137,7 @@ class MaskWorker:
             state = mix(state, draft)
             legal.append(matcher.grammar.legal(state, self._vocab_size))
         tag = Tag(*key, len(matcher.ids), 1 + len(drafts))
-        self._masks[tag] = Masks(legal, self._now() + self._fill_ns())
+        self._masks[tag] = Masks(legal, self._now() + late_ns + self._fill_ns())
 
     def _forget(self, rid: int, epoch: int) -> None:
         for tag in [tag for tag in self._masks if tag[:2] == (rid, epoch)]:

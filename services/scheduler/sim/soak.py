@@ -3,6 +3,8 @@
 import random
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from deepmesh.config import SchedulerConfig
 from deepmesh.wire.messages import Capacity
 
@@ -74,6 +76,12 @@ def draw_stores(draw: random.Random) -> tuple[int, OpFaults]:
     return draw.choice([1, 1, 2]), faults if draw.random() < 0.35 else OpFaults()
 
 
+def draw_grammars(draw: random.Random) -> tuple[int, int, float]:
+    """Grammars that an executor keeps, how long one takes, and how many nobody answers for."""
+    kept = draw.choice([0, 1, 3, 256])
+    return kept, draw.choice([0, 3, 20]) * MS, draw.choice([0.0, 0.0, 0.2])
+
+
 def draw_world(
     seed: int,
     *,
@@ -95,9 +103,10 @@ def draw_world(
     is_crowd = draw.random() < 0.5
     capacity = draw_capacity(draw, ranks=ranks, is_crowd=is_crowd)
     kvstores, op_faults = draw_stores(random.Random(~seed))
+    kept, compile_ns, deaf = draw_grammars(random.Random(seed * 7 + 3))
     world = World(
         draw_config(draw, depth, is_crowd=is_crowd),
-        capacity,
+        replace(capacity, grammars=kept),
         seed=seed,
         ranks=ranks,
         tokenizers=draw.choice([1, 2]),
@@ -105,12 +114,14 @@ def draw_world(
         times=Times(
             link=draw.choice([10_000, 100_000, 1_000_000]),
             tail=draw.choice([10_000, 300_000, 3_000_000]),
+            compile=compile_ns,
             cpu=0 if ranks <= 2 else draw.choice([50_000, 200_000]),  # mail gathers meanwhile
         ),
         max_unacked=draw.choice([8, 2048]),
         audit_every=audit_every or AUDIT_EVERY.get(ranks, 1),
         kvstores=kvstores,
         op_faults=op_faults,
+        deaf=deaf,
     )
     count = draw.randrange(4, 20) if ranks <= 2 else ranks + draw.randrange(8, 16 + ranks // 2)
     if is_crowd:

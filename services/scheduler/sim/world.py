@@ -10,6 +10,7 @@ from deepmesh.config import SchedulerConfig
 from deepmesh.wire.messages import (
     Accepted,
     Capacity,
+    CompileGrammars,
     Failed,
     Finished,
     Load,
@@ -77,9 +78,14 @@ class World:
         kvstores: int = 0,
         op_faults: OpFaults | None = None,
         choose_kind: ChooseKind | None = None,
+        deaf: float = 0.0,
     ) -> None:
-        """All invariants are checked behind every `audit_every`-th look of the scheduler at its
-        mail; 0: never."""
+        """
+        Args:
+            audit_every: all invariants are checked behind every so-many-th look of the scheduler
+                at its mail; 0: never.
+            deaf: share of the grammars ordered ahead that an executor never answers for.
+        """
         self.times = times or Times()
         self.clock = Clock(seed)
         self.requests: dict[bytes, SimRequest] = {}
@@ -106,6 +112,8 @@ class World:
             self._new_executor(rank, mask_miss, op_faults or OpFaults(), truth)
             for rank in range(ranks)
         ]
+        for executor in self.executors:
+            executor.deaf = deaf
         self.tokenizers = [self._new_tokenizer(index) for index in range(tokenizers)]
         self._peers: dict[str, Peer] = {
             peer.name: peer for peer in (*self.executors, *self.tokenizers, *self.stores)
@@ -337,7 +345,10 @@ class World:
         """Over the link of a peer; it leaves `after_ns` from now."""
         peer, message = self._peers[send.peer], send.message
         match peer, message:
-            case SimExecutor(), Load() | SubmitStep() | Reset() | StoreBlocks() | LoadBlocks():
+            case (
+                SimExecutor(),
+                Load() | SubmitStep() | Reset() | StoreBlocks() | LoadBlocks() | CompileGrammars(),
+            ):
                 deliver = partial(peer.receive, message)
             case SimExecutor(), Shutdown():
                 deliver = partial(self.kill_executor, peer.rank, RESTART_NS)
