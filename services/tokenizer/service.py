@@ -43,7 +43,7 @@ from services.tokenizer.spans import Stamps
 from services.tokenizer.store_orders import Wanted
 
 TICK_S = 0.25
-MAX_ROWS = 1024  # token rows that are read in one go; about 10 ms
+MAX_ROWS = 2048  # token rows that are read in one go; about 10 ms
 INLINE_BYTES = 32 << 10  # longer bodies are encoded in a thread (4.5k tokens take 5 ms)
 MAX_PREPARING_BYTES = 32 << 20  # of bodies in threads or waiting for one; several seconds' work
 DRAIN_S = 5.0  # after SIGTERM; the supervisor waits a little longer
@@ -253,9 +253,15 @@ class Service:
     # ------------------------------------------------------------ actions
 
     def _act(self) -> None:
+        spans: list[Trace] = []  # behind the messages: somebody waits for those
         while actions := self._core.take():
             for action in actions:
-                self._carry_out(action)
+                if isinstance(action, Trace) and action.end_ns:
+                    spans.append(action)
+                else:
+                    self._carry_out(action)
+        for span in spans:
+            self._carry_out(span)
 
     def _carry_out(self, action: Action) -> None:
         match action:
