@@ -308,3 +308,17 @@ def test_a_store_or_load_is_answered_once_also_where_no_kvstore_is(host: Host, o
     request = host.admit([7] * 5, 2)
     host.run(request)
     assert not host.executor.has("OpDone")
+
+
+def test_grammars_ordered_ahead_are_answered_for_whatever_comes_of_them(host: Host) -> None:
+    """Their requests wait meanwhile."""
+    texts = ("a+", "(", "b")
+    grammars = [make("Grammar", kind="regex", text=text) for text in texts]
+    orders = [[5 + n, grammar] for n, grammar in enumerate(grammars)]
+    host.executor.send(make("CompileGrammars", engine_epoch=host.epoch, orders=orders))
+    answered: list[int] = []
+    while len(answered) < len(orders):
+        answer = host.executor.expect("GrammarsCompiled")
+        assert (answer.engine_epoch, answer.rank) == (host.epoch, 0)
+        answered += answer.orders
+    assert sorted(answered) == [5, 6, 7]

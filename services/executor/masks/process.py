@@ -23,6 +23,7 @@ _log = logging.getLogger(__name__)
 BACKOFF_S, MAX_BACKOFF_S = 0.05, 5.0  # doubles with each early end
 STEADY_S = 10.0
 SEND_S = 1.0  # a worker that takes nothing for so long hangs
+ORDER_S = 0.2  # what it would compile ahead is worth less waiting: tokens pass there, too
 UNUSABLE = 2  # exit status: no restart helps
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -215,7 +216,7 @@ class MaskProcess:
                 pass_fds=passed,
             )
         ours.settimeout(SEND_S)
-        orders.settimeout(SEND_S)
+        orders.settimeout(ORDER_S)
         self._ahead.begin_life(orders)
         return _Life(process, ours, number)
 

@@ -54,6 +54,10 @@ class Executor:
                     self.node.send(peer, "Capacity", epoch, rank, *sizes)
                 case ["Reset", int() as epoch]:
                     self.epoch, self.slots = epoch, {}
+                case ["CompileGrammars", int() as epoch, list() as orders, *_]:
+                    self.node.send(
+                        peer, "GrammarsCompiled", epoch, self.rank, [n for n, _ in orders]
+                    )
                 case [
                     "StoreBlocks" | "LoadBlocks",
                     int() as op,
