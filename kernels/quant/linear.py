@@ -8,9 +8,9 @@ from torch import Tensor
 
 from kernels import native
 from kernels.quant.linear_ref import linear_ref, tile_linear_ref
+from kernels.quant.weight_memory import empty_words
 
 _LANES, _GROUP = 16, 32
-_HUGE_BYTES = 4 << 20  # from which on huge pages are asked for
 _ADDRESS, _COUNT = native.ADDRESS, native.COUNT
 _PACK = (_ADDRESS, _COUNT, _COUNT, _COUNT, _ADDRESS)
 _LINEAR = (_ADDRESS, *[_COUNT] * 2, _ADDRESS, *[_COUNT] * 6, _ADDRESS, *[_COUNT] * 2)
@@ -91,10 +91,7 @@ def pack_linear(weights: Tensor) -> LinearWeight:
 def empty_linear(kind: Kind, groups: int, out_features: int, in_features: int) -> LinearWeight:
     """Room for packed weights."""
     shape = groups, -(-out_features // _LANES), kind.panel_words(in_features)
-    data = torch.empty(shape, dtype=torch.int32)
-    if data.nbytes >= _HUGE_BYTES:
-        _advise(data.data_ptr(), data.nbytes)
-    return LinearWeight(data, kind, in_features, out_features, groups)
+    return LinearWeight(empty_words(*shape), kind, in_features, out_features, groups)
 
 
 def linear(
@@ -146,7 +143,6 @@ def linear(
     return out
 
 
-_advise = native.lazy("quant", "advise_huge", (_ADDRESS, _COUNT))
 _pack = native.lazy("quant", "pack_weight", _PACK)
 _run = native.lazy("quant", "linear", _LINEAR)
 
