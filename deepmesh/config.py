@@ -58,6 +58,7 @@ class GatewayConfig(Section, frozen=True):
     key_requests_per_minute: int = 0  # of one API key; 0: no limit
     key_tokens_per_minute: int = 0  # prompts and answers; known, and counted, at the end of each
     key_priorities: dict[str, int] = {}  # digest of a key: above 0 goes before others, below after
+    allowed_origins: list[str] = []  # of web pages that may call the API from a browser; "*": all
     admin_port: int = -1  # -1: none; 0: any free port
     admin_host: str = "127.0.0.1"
     admin_keys: list[str] = []  # SHA-256 hex digests; the admin port needs one
@@ -377,6 +378,11 @@ def _check(config: Config) -> None:
         for key in keys:
             if len(key) != 64 or not all(c in "0123456789abcdef" for c in key):
                 raise ConfigError(f"gateway.{name}: each entry is the SHA-256 hex digest of a key")
+    for origin in settings.allowed_origins:
+        if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+            raise ConfigError(
+                f"gateway.allowed_origins: {origin!r} is neither * nor such as https://chat.example"
+            )
     last = settings.count - 1
     for key, port in (("port", settings.port), ("admin_port", settings.admin_port)):
         if port > 0 and port + last > 65535:

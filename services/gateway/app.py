@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deepmesh import __version__
 from services.gateway import errors, exposition, openapi
 from services.gateway.arrival import Arrival, arrive
+from services.gateway.cors import Origins
 from services.gateway.errors import Problem, Shape
 from services.gateway.exposition import Exposition
 from services.gateway.forward import Edge, Forward
@@ -40,15 +41,21 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Stamp:
-    """Outermost layer: makes the `Arrival` and puts its ids on the answer."""
+    """Outermost layer: makes the `Arrival` and puts its ids on the answer, and what lets a page of
+    another origin read it."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, origins: Origins) -> None:
         self._app = app
+        self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, with `scope["arrival"]`."""
         arrival = arrive(scope["path"], scope["headers"])
         scope["arrival"] = arrival
+        if b"origin" in arrival.headers:
+            arrival.headers_out = self._origins.headers(arrival.headers)
+            if scope["method"] == "OPTIONS":
+                arrival.headers_out += self._origins.preflight(arrival.headers)
 
         async def stamped(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -59,7 +66,9 @@ class Stamp:
         await self._app(scope, receive, stamped)
 
 
-def make_app(edge: Edge, tokenizers: Tokenizers, figures: Exposition) -> Starlette:
+def make_app(
+    edge: Edge, tokenizers: Tokenizers, figures: Exposition, origins: Origins
+) -> Starlette:
     """The application; it owns nothing."""
     routes = [
         Route(path, Forward(edge, protocol, path), methods=["POST"])
@@ -107,7 +116,7 @@ def make_app(edge: Edge, tokenizers: Tokenizers, figures: Exposition) -> Starlet
     routes += [Route(path, handler) for path, handler in plain.items()]
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Stamp)],
+        middleware=[Middleware(Stamp, origins=origins)],
         exception_handlers={404: _not_found, 405: _wrong_method, Exception: _broken},
     )
     app.router.redirect_slashes = False  # a redirected POST is a puzzle; a 404 is not

@@ -141,6 +141,7 @@ BODIES: dict[str, Json] = {
             "thinking_token_budget": _LIMIT,
             "reasoning": {"type": "object", "properties": {"effort": _EFFORT}},
             "store": _FLAG,
+            "background": _FLAG,
             "previous_response_id": _TEXT,
             "top_logprobs": {"type": "integer", "minimum": 0, "maximum": 20},
         },
@@ -179,6 +180,17 @@ BODIES: dict[str, Json] = {
     "/detokenize": {
         "required": ["tokens"],
         "properties": {"model": _TEXT, "tokens": _IDS},
+    },
+}
+PARAMETERS: dict[str, dict[str, Json]] = {  # of GET, by path
+    "/v1/responses/{id}": {
+        "stream": _FLAG,
+        "starting_after": {"type": "integer", "minimum": 0},
+    },
+    "/v1/responses/{id}/input_items": {
+        "order": {"enum": ["asc", "desc"]},
+        "limit": {"type": "integer", "minimum": 1, "maximum": 100},
+        "after": _TEXT,
     },
 }
 QUESTIONS: dict[str, tuple[str, ...]] = {  # path: methods
@@ -220,7 +232,17 @@ def document() -> Json:
     for path, methods in QUESTIONS.items():
         place: Json = {"name": "id", "in": "path", "required": True, "schema": _TEXT}
         parameters = [place] if "{id}" in path else []
-        paths[path] = {m: {"parameters": parameters, "responses": _ANSWERS} for m in methods}
+        queries: list[Json] = [
+            {"name": name, "in": "query", "required": False, "schema": schema}
+            for name, schema in PARAMETERS.get(path, {}).items()
+        ]
+        paths[path] = {
+            method: {
+                "parameters": [*parameters, *(queries if method == "get" else [])],
+                "responses": _ANSWERS,
+            }
+            for method in methods
+        }
     return {
         "openapi": "3.1.0",
         "info": {"title": "deepmesh", "version": __version__},

@@ -23,6 +23,7 @@ from deepmesh.wire.sockets import Dialer, Identity
 from services.gateway.admin import Admin, AdminServer
 from services.gateway.app import make_app
 from services.gateway.auth import Keys
+from services.gateway.cors import Origins
 from services.gateway.exposition import Exposition
 from services.gateway.forward import Edge, record_hop
 from services.gateway.limits import CLIENT_IDLE_S, BodyReader, Gate
@@ -178,7 +179,7 @@ class Gateway:
         figures = Exposition(metrics, self.streams, self.tokenizers, self._config.served_model)
         return Server(
             uvicorn.Config(
-                make_app(edge, self.tokenizers, figures),
+                make_app(edge, self.tokenizers, figures, Origins(settings.allowed_origins)),
                 http=EdgeProtocol,
                 ws="none",
                 lifespan="off",

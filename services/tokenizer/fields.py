@@ -290,3 +290,29 @@ PROTOCOLS: dict[str, dict[str, Rule]] = {
     "tokenize": TOKENIZE,
     "detokenize": DETOKENIZE,
 }
+
+_INCLUDE = Rule(
+    How.HINT,
+    ("message.output_text.logprobs", "reasoning.encrypted_content"),
+    "a response has what it was created with",
+)
+QUERIES: dict[str, dict[str, Rule]] = {  # parameters of requests without a body
+    "response": {
+        "stream": Rule(
+            How.OURS, why="the events, of a response created with `background`, `stream`"
+        ),
+        "starting_after": Rule(
+            How.OURS, why="with `stream`: the events behind this sequence number"
+        ),
+        "include": _INCLUDE,
+        "include_obfuscation": _refused("events are not padded", False),
+    },
+    "response_delete": {},
+    "response_cancel": {},
+    "response_items": {
+        "order": Rule(How.OURS, why="`asc` or `desc`, the default"),
+        "limit": Rule(How.OURS, why="1 to 100; 20 by default"),
+        "after": Rule(How.OURS, why="the id of the last item of the page before"),
+        "include": _INCLUDE,
+    },
+}

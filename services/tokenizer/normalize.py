@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from deepmesh.wire.messages import ErrorCode, Grammar
 from services.tokenizer import content
-from services.tokenizer.fields import PROTOCOLS, How, Rule
+from services.tokenizer.fields import PROTOCOLS, QUERIES, How, Rule
 from services.tokenizer.grammar import read_constraint
 from services.tokenizer.reading import Json, as_object, boolean, is_object, kind_of, stop_strings
 from services.tokenizer.refusal import Refusal
@@ -99,7 +99,7 @@ def check_model(body: Json, models: tuple[str, ...], *, required: bool = True) -
 
 def check_fields(protocol: str, body: Json) -> Json:
     """The fields that are given, none of them refused. A null counts as absent."""
-    rules = PROTOCOLS[protocol]
+    rules = QUERIES[protocol] if protocol in QUERIES else PROTOCOLS[protocol]
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
         rule = rules.get(name)

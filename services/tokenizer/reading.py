@@ -12,6 +12,8 @@ Json = dict[str, Any]  # Any: the values are what the client sent, checked one b
 
 def parse_object(body: bytes) -> Json:
     """The JSON object in a request body."""
+    if not body.strip():
+        raise Refusal("The body is empty; send a JSON object.")
     try:
         value: object = msgspec.json.decode(body)
     except msgspec.DecodeError as error:

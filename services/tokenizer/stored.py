@@ -10,6 +10,7 @@ from services.tokenizer.answers import Answer
 from services.tokenizer.choices import Merge, part_rid
 from services.tokenizer.events import RecipeStream
 from services.tokenizer.jobs import EVENTS_KIND, Follow, JobNote, chunk_ids
+from services.tokenizer.normalize import check_fields
 from services.tokenizer.reading import Json, as_text, boolean, integer, is_array, parse_object
 from services.tokenizer.refusal import Refusal
 from services.tokenizer.store_orders import Drop, Keep, Order, Stop, Wanted
@@ -20,11 +21,6 @@ RUNNING = "in_progress"
 ACTIVE = ("queued", RUNNING)  # statuses of a response that is not over
 MAX_PAGE = 100
 _PREFIX = "resp_"
-_INCLUDES = ("message.output_text.logprobs", "reasoning.encrypted_content")
-_PARAMETERS = {  # of each question, beside the id
-    "response": ("stream", "starting_after", "include", "include[]", "include_obfuscation"),
-    "response_items": ("order", "limit", "after", "include", "include[]"),
-}
 _ECHOED = (
     "instructions",
     "max_output_tokens",
@@ -135,17 +131,18 @@ def answer(protocol: str, body: bytes, record: bytes | None) -> Answer | Follow 
     Raises:
         Refusal: it is not there, cannot be cancelled any more, or is not over yet.
     """
-    query = parse_object(body)
-    id = as_text(query.get("id"), "id")
-    _check_parameters(protocol, query)
+    given = parse_object(body)
+    id = as_text(given.pop("id", None), "id")
+    query = check_fields(protocol, {name.removesuffix("[]"): given[name] for name in given})
+    follows = boolean(query, "stream")
+    if "starting_after" in query and not follows:
+        raise Refusal("`starting_after` goes with `stream`.", "starting_after")
     found = find(id, record)
     if isinstance(found, Wanted):
         return found
     match protocol:
         case "response":
-            return (
-                _follow(id, found, query) if boolean(query, "stream") else _answer(found.response)
-            )
+            return _follow(id, found, query) if follows else _answer(found.response)
         case "response_delete":
             return _delete(id, found)
         case "response_cancel":
@@ -184,19 +181,6 @@ def _follow(id: str, found: StoredResponse, query: Json) -> Follow:
         raise Refusal(detail, "stream")
     after = integer(query, "starting_after", 0, 2**53)
     return Follow(id, -1 if after is None else after)
-
-
-def _check_parameters(protocol: str, query: Json) -> None:
-    """Nothing is silently ignored."""
-    for name, value in query.items():
-        if name != "id" and name not in _PARAMETERS.get(protocol, ()):
-            raise Refusal(f"`{name}` is not a parameter of this endpoint; leave it out.", name)
-        if name in ("include", "include[]") and value not in _INCLUDES:
-            raise Refusal(f"`include` may be {' or '.join(_INCLUDES)}.", "include")
-    if boolean(query, "include_obfuscation"):
-        raise Refusal("`include_obfuscation`: events are not padded.", "include_obfuscation")
-    if query.get("starting_after") is not None and not boolean(query, "stream"):
-        raise Refusal("`starting_after` goes with `stream`.", "starting_after")
 
 
 def _page(items: list[Any], query: Json) -> Json:

@@ -45,6 +45,7 @@ def test_without_a_model_it_is_the_one_that_ships_wherever_the_file_lies(
         ("[mesh]\nlog_level = 'loud'\n", ["mesh.log_level: 'loud' is none of 'debug', 'info'"]),
         ("gateway = 8\n", ["gateway: expected a table, got an integer"]),
         ("[gateway]\napi_keys = 'x'\n", ["gateway.api_keys: expected a list, got a string"]),
+        ("[gateway]\nallowed_origins = ['chat.example/']\n", ["gateway.allowed_origins", "https"]),
         ("[gateway]\ncount = 9\nport = 65530\n", ["gateway.port: 65530 + 8"]),
         ("[gateway]\nport = 70000\n", ["gateway.port", "65535"]),
         ("[scheduler]\ndepth = 4\n", ["scheduler.depth"]),

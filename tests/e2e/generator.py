@@ -24,6 +24,8 @@ TEXTS = [
     "\x00",
     "x" * 300,
 ]
+QUERIES = ["?limit=2", "?order=asc", "?limit=0", "?after=x", "?a=b", "?stream=true", "?stream=1"]
+QUERIES += ["?stream=true&starting_after=2", "?stream=true&starting_after=-1", "?starting_after=1"]
 MOST_TOKENS = 5  # of an answer: the generator tests the edges, not the engine
 
 
@@ -49,7 +51,7 @@ class Generator:
         target = path.replace("{id}", draw.choice(self._known_ids))
         if "requestBody" not in operation:
             if draw.random() < 0.3:
-                target += draw.choice(["?limit=2", "?order=asc", "?limit=0", "?after=x", "?a=b"])
+                target += draw.choice(QUERIES)
             return method.upper(), target, None
         schema: Json = operation["requestBody"]["content"]["application/json"]["schema"]
         body: Json = self.value(schema)

@@ -44,7 +44,7 @@ class Office(Shop):
         self.core = Core(name, config)
         self.up()
         self.core.store_up(self.clock)
-        self._act()
+        self.act()
 
     def begin(
         self, body: dict[str, Any], *, rid: int = 0, next_event: int = 0, owner: str = "me"

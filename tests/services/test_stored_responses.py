@@ -84,7 +84,7 @@ class Shop(Desk):
         assert isinstance(end, ResponseFailed), end
         return end
 
-    def _act(self) -> None:
+    def act(self) -> None:
         while actions := self.core.take():
             for action in actions:
                 match action:

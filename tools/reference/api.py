@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 
-from services.tokenizer.fields import PROTOCOLS, How, Rule
+from services.tokenizer.fields import PROTOCOLS, QUERIES, How, Rule
 from tools.reference.source import code, table
 
 _INTRO = """# API fields
@@ -16,14 +16,20 @@ nothing. A null counts as absent. The normaliser reads the same table.
 - *no influence*: accepted, because it changes no answer.
 - *refused*: only the listed values are accepted.
 
-Other endpoints: `GET /v1/models`, `GET /v1/models/{id}`, `GET` and `DELETE /v1/responses/{id}`,
-`POST /v1/responses/{id}/cancel`, `GET /v1/responses/{id}/input_items` (`order`, `limit`, `after`),
-`GET /health`, `/ping`, `/ready`, `/version`, `/metrics`, `/load`; on the admin port
-`GET /admin/status`, `POST /admin/drain`, `/admin/resume`, `/admin/flush_cache`,
-`/admin/log_level` (`level`).
+Other endpoints: `GET /v1/models`, `GET /v1/models/{id}`, `DELETE /v1/responses/{id}`,
+`POST /v1/responses/{id}/cancel`, `GET /health`, `/ping`, `/openapi.json`, `/ready`, `/version`,
+`/metrics`, `/load`; on the admin port `GET /admin/status`, `POST /admin/drain`, `/admin/resume`,
+`/admin/flush_cache`, `/admin/log_level` (`level`).
 
 Stored responses need a kvstore (`kvstore.count`) and last `tokenizer.response_ttl_s`; any tokenizer
-serves them, to the API key that made them. Images, audio and files are refused in messages.
+serves them, to the API key that made them. One that runs cannot be deleted: cancel it first. With
+`background` a response is answered as soon as it is kept, with status `queued`, and runs on its
+own; its status says `in_progress`, then `completed`, `incomplete`, `failed` or `cancelled`.
+Cancelling one twice is no error.
+
+Images, audio and files are refused in messages. A failure within a stream is an event of its
+protocol: `data: {"error": ...}` in chats and completions, then the end without `[DONE]`;
+`event: error` in responses and messages.
 
 Control tokens of the model (`<｜User｜>`, `<｜ref｜>`, ...) within an answer are counted in its
 usage and skipped in its text and logprobs, as `skip_special_tokens` does elsewhere. Completions
@@ -38,6 +44,8 @@ _ROUTES = {
     "completions": "POST /v1/completions",
     "tokenize": "POST /tokenize",
     "detokenize": "POST /detokenize",
+    "response": "GET /v1/responses/{id}",
+    "response_items": "GET /v1/responses/{id}/input_items",
 }
 _FATES = {How.HINT: "no influence", How.REFUSED: "refused"}
 
@@ -45,7 +53,9 @@ _FATES = {How.HINT: "no influence", How.REFUSED: "refused"}
 def api_page() -> str:
     """The whole page."""
     lines = [_INTRO.rstrip()]
-    for name, rules in PROTOCOLS.items():
+    for name, rules in {**PROTOCOLS, **QUERIES}.items():
+        if name not in _ROUTES:
+            continue  # without parameters
         lines += ["", f"## {_ROUTES[name]}", ""]
         same = next((n for n, other in PROTOCOLS.items() if other is rules and n != name), None)
         if same is not None and list(PROTOCOLS).index(same) < list(PROTOCOLS).index(name):
@@ -55,7 +65,9 @@ def api_page() -> str:
             [code(path), _FATES.get(rule.how, "honoured"), _values(rule), rule.why]
             for path, rule in sorted(_flat(rules), key=lambda item: _order(item[1]))
         ]
-        lines += table(["field", "", "accepted values", "note"], rows)
+        lines += table(
+            ["parameter" if name in QUERIES else "field", "", "accepted values", "note"], rows
+        )
     return "\n".join(lines) + "\n"
 
 
