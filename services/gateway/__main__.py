@@ -1,7 +1,6 @@
 """`python -m services.gateway --config mesh.toml`: one gateway process."""
 
 import argparse
-import gc
 import logging
 import signal
 import sys
@@ -11,7 +10,7 @@ from types import FrameType
 import msgspec
 import uvloop
 
-from deepmesh import log
+from deepmesh import garbage, log
 from deepmesh.config import Config, ConfigError, load_config
 from services.gateway.server import BindError, Gateway
 
@@ -34,8 +33,7 @@ def main() -> int:
     except (ConfigError, BindError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
-    gc.collect()
-    gc.freeze()  # what is there now stays: no later collection looks at it
+    garbage.settle()
     uvloop.run(gateway.run())
     return 0
 

@@ -217,11 +217,13 @@ class Streams:
             if delta.rid not in self._open:  # this tokenizer does not know that it ended
                 self._tokenizers.send(mail.peer.key, Cancel(delta.rid))
             return
-        if delta.flags & DELTA_ADMITTED and not stream.is_admitted:
+        is_news = bool(delta.flags & DELTA_ADMITTED) and not stream.is_admitted
+        if is_news:
             stream.is_admitted = True
             stream.admitted_ns = mail.received_ns
-            self._hop(mail, stream)
         self._take_events(mail, stream, delta.first_event, delta.events, now)
+        if is_news:
+            self._hop(mail, stream)
 
     def _take_events(
         self, mail: Mail, stream: Stream, first_event: int, events: list[bytes], now: float
@@ -236,12 +238,15 @@ class Streams:
             return
         fresh = events[num_known:] if num_known > 0 else events
         if fresh:
-            if not stream.first_event_ns:
+            is_first = not stream.first_event_ns
+            stream.num_received += len(fresh)
+            if is_first:
                 stream.first_event_ns = mail.received_ns
                 stream.is_admitted = True
+            is_out = stream.pipe is not None and not stream.events and stream.pipe(fresh)
+            if is_first:  # its span comes behind the write that a client waits for
                 self._hop(mail, stream)
-            stream.num_received += len(fresh)
-            if stream.pipe is not None and not stream.events and stream.pipe(fresh):
+            if is_out:
                 return
             stream.events += fresh
             stream.buffered_bytes += sum(map(len, fresh))

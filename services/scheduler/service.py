@@ -1,13 +1,12 @@
 """The scheduler's loop: mail in, the core decides, messages, spans and log lines out."""
 
-import gc
 import logging
 import time
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from deepmesh import log
+from deepmesh import garbage, log
 from deepmesh.config import Config
 from deepmesh.health import Readiness
 from deepmesh.telemetry import Tracer
@@ -107,8 +106,7 @@ class SchedulerService:
 
         Anything raised here ends the process: its supervisor restarts it, peers see the link go.
         """
-        gc.collect()
-        gc.freeze()
+        garbage.settle()
         _log.info("listening at %s", self.listener.address)
         try:
             while not self.core.drained:

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import gc
 import logging
 import signal
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import uvloop
 
-from deepmesh import log, telemetry
+from deepmesh import garbage, log, telemetry
 from deepmesh.config import ConfigError, load_config
 from deepmesh.wire.keys import load_keyring
 from services.tokenizer.prepare import Preparer
@@ -42,7 +41,7 @@ def main() -> int:
         for name in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(name, service.stop)
         logging.getLogger("services.tokenizer").info("listening at %s", service.address)
-        gc.freeze()  # the vocabulary never becomes garbage
+        garbage.settle()
         await service.run()
 
     try:

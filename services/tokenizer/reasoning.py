@@ -23,7 +23,7 @@ class ReasoningCount:
         self._vocabulary = vocabulary
         self._end_id = vocabulary.special_id(THINK_END)
         self._marker_id = vocabulary.special_id(MARKER) if parses_calls else -1
-        self._tail: deque[bytes] = deque(maxlen=_REACH)
+        self._tail: deque[int] = deque(maxlen=_REACH)
         self._watched = 0  # tokens in which an opened tag may get its name
 
     def push(self, token_id: int) -> None:
@@ -34,7 +34,7 @@ class ReasoningCount:
             self.is_over = True
             return
         self.tokens += 1
-        self._tail.append(self._vocabulary.bytes_of(token_id))
+        self._tail.append(token_id)
         if token_id == self._marker_id:
             self._watched = _REACH // 2
         elif self._watched:
@@ -42,14 +42,15 @@ class ReasoningCount:
             self._end_at_calls()
 
     def _end_at_calls(self) -> None:
-        text = b"".join(self._tail)
+        parts = [self._vocabulary.bytes_of(token_id) for token_id in self._tail]
+        text = b"".join(parts)
         at = text.find(_OPEN)
         if at < 0:
             return
         self.is_over = True
         kept, size = len(text[:at].rstrip(b"\n")), len(text)
-        while self._tail:
-            size -= len(self._tail.pop())
+        while parts:
+            size -= len(parts.pop())
             if size < kept:
                 break
             self.tokens -= 1

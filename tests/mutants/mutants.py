@@ -234,9 +234,9 @@ MUTANTS = [
     ),
     Mutant(
         "count-reasoning-before-cut",
-        "services/tokenizer/tokens.py",
-        "            if generation.text.stopped:\n                break\n",
-        "",
+        "services/tokenizer/events.py",
+        "                self.stopped = True\n                return count, events\n",
+        "                self.stopped = True\n",
         "tests/services/test_usage_counts.py tests/services/test_tokenizer_text.py",
     ),
     Mutant(
