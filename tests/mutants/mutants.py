@@ -71,8 +71,8 @@ MUTANTS = [
     Mutant(
         "window-pool-one-short",
         CORE + "residency.py",
-        "have, need = int(table.window_end[index]), self.geometry.blocks_for(tokens)",
-        "have, need = int(table.window_end[index]), self.geometry.blocks_for(tokens) - 1",
+        "lacks = [need - have[rows] for have in columns]",
+        "lacks = [need - table.num_global[rows], need - 1 - table.window_end[rows]]",
         "tests/core/test_steps.py",
     ),
     Mutant(

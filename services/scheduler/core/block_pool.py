@@ -3,6 +3,7 @@
 from collections import OrderedDict
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 class BlockPool:
@@ -22,7 +23,6 @@ class BlockPool:
         self.pins = np.zeros(total, np.int32)
         self.fence = np.zeros(total, np.int64)
         self.gpu_done = 0
-        self.num_fenced = 0
         self.num_pinned = 0
         self._free = list(range(total - 1, -1, -1))
         self._fenced: dict[int, list[int]] = {}
@@ -44,9 +44,25 @@ class BlockPool:
         return len(self._free) + len(self._evictable)
 
     @property
+    def num_fenced(self) -> int:
+        """Blocks that wait for the watermark."""
+        return sum(map(len, self._fenced.values()))
+
+    @property
     def num_held(self) -> int:
         """Blocks in tables or pinned."""
         return self.total - self.num_available - self.num_fenced - self.num_pinned
+
+    def move_into(
+        self,
+        held: NDArray[np.int32],
+        cached: NDArray[np.int32],
+        pins: NDArray[np.int32],
+        fence: NDArray[np.int64],
+    ) -> None:
+        """Count in these columns from here on: those of a fresh pool, kept with other ranks'."""
+        assert len(self._free) == self.total, "a pool in use is moved"
+        self.held, self.cached, self.pins, self.fence = held, cached, pins, fence
 
     def take(self, count: int) -> list[int] | None:
         """`count` free blocks, held once; None if there are not so many."""
@@ -79,10 +95,14 @@ class BlockPool:
         if fence > self.fence[block]:
             self.fence[block] = fence
         if self.held[block] == 0:
-            if self.pins[block] > 0:
-                self.num_pinned += 1
-            else:
-                self._settle(block)
+            self.let_go(block)
+
+    def let_go(self, block: int) -> None:
+        """Nobody holds the block any more: what else may keep it?"""
+        if self.pins[block] > 0:
+            self.num_pinned += 1
+        else:
+            self._settle(block)
 
     def pin(self, block: int) -> None:
         """A store or load begins to touch a block that is held or cached."""
@@ -111,7 +131,7 @@ class BlockPool:
         self.cached[block] -= 1
         if self.cached[block] == 0 and self.held[block] == 0 and self.pins[block] == 0:
             del self._evictable[block]
-            self._retire(block)
+            self.retire(block, int(self.fence[block]))
 
     def oldest_evictable(self) -> int | None:
         """The cached block that nobody has held for the longest time."""
@@ -122,9 +142,7 @@ class BlockPool:
         assert gpu_done >= self.gpu_done, "the gpu_done watermark went back"
         self.gpu_done = gpu_done
         for step in [step for step in self._fenced if step <= gpu_done]:
-            blocks = self._fenced.pop(step)
-            self.num_fenced -= len(blocks)
-            self._free.extend(blocks)
+            self._free.extend(self._fenced.pop(step))
 
     def fenced_blocks(self) -> dict[int, list[int]]:
         """Fenced blocks by the step they wait for."""
@@ -143,12 +161,11 @@ class BlockPool:
         if self.cached[block] > 0:
             self._evictable[block] = None
         else:
-            self._retire(block)
+            self.retire(block, int(self.fence[block]))
 
-    def _retire(self, block: int) -> None:
-        fence = int(self.fence[block])
+    def retire(self, block: int, fence: int) -> None:
+        """Nobody wants the block any more: free once `fence`, its own, is passed."""
         if fence <= self.gpu_done:
             self._free.append(block)
         else:
             self._fenced.setdefault(fence, []).append(block)
-            self.num_fenced += 1

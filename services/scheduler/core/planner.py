@@ -1,7 +1,5 @@
 """Plans one numbered group step: preempt, choose rows, admit, lease what the rows will write."""
 
-from collections import Counter
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -102,14 +100,10 @@ class Planner:
         """Cover positions below `reach` of the rows at `at`, the oldest first where blocks are
         short; which of them found no room."""
         residency = self._residency
-        order: list[int] = at.tolist()
-        by_rank = Counter[int]((rows[at] // residency.slots).tolist())
-        width = self._geometry.blocks_for(self._geometry.decode_width)
-        for rank, count in by_rank.items():
-            memory = residency.memories[rank]
-            if min(memory.globals.num_free, memory.windows.num_free) < count * width:
-                order.sort(key=lambda i: self._table.request_at(int(rows[i])).order)
-                break
+        if len(at) == 0:
+            return []
+        order: list[int] = at[~residency.grow_rows(rows[at], reach[at])].tolist()
+        order.sort(key=lambda i: self._table.request_at(int(rows[i])).order)
         refused: list[int] = []
         for i in order:
             index, tokens = int(rows[i]), int(reach[i])

@@ -2,11 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .request import Request
+
+Tokens = TypeVar("Tokens", int, NDArray[np.int64])  # of one row, or of many
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,7 @@ class Geometry:
     one_kernel_class: bool = True
     vocab_size: int = 1 << 30
 
-    def blocks_for(self, tokens: int) -> int:
+    def blocks_for(self, tokens: Tokens) -> Tokens:
         """Blocks that cover positions below `tokens`."""
         return -(-tokens // self.block_size)
 

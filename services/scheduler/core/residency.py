@@ -13,6 +13,7 @@ from .leases import RankMemory
 from .op_fences import OpFences
 from .policy import Geometry, points_to_keep
 from .prefix_index import Hit, Point, extend_chain
+from .rank_pools import RankPools
 from .request import Phase, Request, RequestTable, Zombie
 
 
@@ -21,6 +22,7 @@ class Residency:
 
     def __init__(self, memories: list[RankMemory], geometry: Geometry) -> None:
         self.memories = memories
+        self.pools = tuple(RankPools([memory.pools[pool] for memory in memories]) for pool in Pool)
         self.geometry = geometry
         self.slots = max(memory.num_slots for memory in memories)
         self.table = RequestTable(
@@ -158,22 +160,40 @@ class Residency:
         table.window_end[index] = need
         return True
 
+    def grow_rows(self, rows: NDArray[np.intp], tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Lease blocks for many rows in one pass, so that positions below their `tokens` are
+        covered; for which rows. Left out are those that need several blocks of a class, and ranks
+        without enough free ones: they go one by one, by age, and may have to evict."""
+        table, need = self.table, self.geometry.blocks_for(tokens)
+        ranks = rows // self.slots
+        columns = (table.num_global, table.window_end)
+        blocks = (table.global_blocks, table.window_blocks)
+        lacks = [need - have[rows] for have in columns]
+        fits = np.ones(len(rows), np.bool_)
+        for pool, lack in zip(self.pools, lacks, strict=False):
+            counts = np.bincount(ranks[lack > 0], minlength=len(self.memories))
+            fits &= (lack <= 1) & (counts <= pool.num_free())[ranks]
+        for pool, lack, have, of in zip(self.pools, lacks, columns, blocks, strict=False):
+            grown = fits & (lack > 0)
+            at = rows[grown]
+            of[at, have[at]] = pool.take(ranks[grown])
+            have[at] += 1
+        return fits
+
     def prune_windows(self, indices: NDArray[np.intp]) -> None:
         """Release window blocks below C - W. Never H: a step in flight may start at C."""
         table, size = self.table, self.geometry.block_size
         first = (table.confirmed_kv[indices] - self.geometry.window) // size
         stale = first > table.window_start[indices]
+        if not stale.any():
+            return
         rows, ends = indices[stale], first[stale]
-        starts = table.window_start[rows]
+        counts = ends - table.window_start[rows]
+        at = np.repeat(ends - np.cumsum(counts), counts) + np.arange(int(counts.sum()))
         table.window_start[rows] = ends
-        columns: list[list[int]] = [rows.tolist(), starts.tolist(), ends.tolist()]
-        columns += [table.window_blocks[rows, starts].tolist(), table.producer[rows].tolist()]
-        index: int
-        for index, start, end, block, fence in zip(*columns, strict=True):
-            blocks = [block]  # nearly always one
-            if end - start > 1:
-                blocks = table.window_blocks[index, start:end].tolist()
-            self._release(self.memories[index // self.slots], Pool.WINDOW, blocks, fence)
+        rows = np.repeat(rows, counts)
+        blocks = table.window_blocks[rows, at].astype(np.int64)
+        self.pools[Pool.WINDOW].release(rows // self.slots, blocks, table.producer[rows])
 
     def keep_point(self, request: Request, position: int, state_block: int, fence: int) -> None:
         """Publish the resumable point that a step left at C, and end the lease on its state."""

@@ -53,13 +53,11 @@ class Watermark:
     def _may_be_short(self, running: NDArray[np.intp]) -> NDArray[np.bool_]:
         """Rows on ranks that lack blocks if each row takes as many as any row can."""
         ranks = running // self._residency.slots
-        rows = np.bincount(ranks, minlength=self._ranks).tolist()
-        short = [
-            count * self._most[0] > memory.globals.num_available
-            or count * self._most[1] > memory.windows.num_available
-            for count, memory in zip(rows, self._residency.memories, strict=True)
-        ]
-        return np.array(short)[ranks]
+        rows = np.bincount(ranks, minlength=self._ranks)
+        short = np.zeros(self._ranks, np.bool_)
+        for pool, most in zip(self._residency.pools, self._most, strict=False):
+            short |= rows * most > pool.num_available()
+        return short[ranks]
 
     def preempt(self, request: Request) -> None:
         """Give a settled request's blocks back and queue it for a recompute."""
