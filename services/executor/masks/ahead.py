@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from deepmesh.wire.messages import CompileGrammars, GrammarsCompiled
 from services.executor.masks.protocol import Compile, Compiled, Frames, Message
 
+END_S = 1.0  # a thread whose line is cut ends at once
 Key = tuple[int, int]  # engine epoch, number of the order
 
 
@@ -33,6 +34,7 @@ class CompileAhead:
         self._line: _Line | None = None
         self._open: set[Key] = set()
         self._done: list[Key] = []
+        self._hearing: threading.Thread | None = None  # the keeper's
 
     # ------------------------------------------------------------ the service's thread
 
@@ -73,13 +75,18 @@ class CompileAhead:
         line = _Line(end)
         with self._lock:
             self._line = line
-        threading.Thread(target=self._hear, args=(line,), name="grammars", daemon=True).start()
+        self._hearing = threading.Thread(
+            target=self._hear, args=(line,), name="grammars", daemon=True
+        )
+        self._hearing.start()
 
     def end_life(self) -> None:
         """The worker is gone."""
         line = self._line
         if line is not None:
             self._hang_up(line)
+        if self._hearing is not None:
+            self._hearing.join(END_S)
 
     # ------------------------------------------------------------ a thread for each life
 

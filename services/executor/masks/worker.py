@@ -57,7 +57,7 @@ class Worker:
         """
         self._frames, self._end = Frames(end), end
         self._orders, self._orders_end = Frames(orders), orders
-        self._masks, self._vocabulary = masks, vocabulary
+        self._rows, self._vocabulary = list(masks), vocabulary
         self._awake, self._waker = socket.socketpair()
         self._awake.setblocking(False)
         self._waker.setblocking(False)
@@ -204,7 +204,7 @@ class Worker:
     def _fill(self, serial: int) -> None:
         constraint = self._open.get(serial)
         if constraint is not None:
-            state = constraint.fill(self._masks[constraint.slot])
+            state = constraint.fill(self._rows[constraint.slot])
             self._answer(constraint.slot, constraint.serial, constraint.position, state)
 
     def _send_answers(self) -> None:
