@@ -95,7 +95,7 @@ def _job(model: Path, index: int, tokens: int, *, has_masks: bool) -> Job:
             max_tokens=tokens,
             grammar=_GRAMMAR if masked else None,
             n_logprobs=5,
-            n_prompt_logprobs=3 if "chunked" in kind and turn % 3 == 2 else -1,
+            n_prompt_logprobs=3 if "chunked" in kind and turn % 3 == 1 else -1,
         ),
     )
 

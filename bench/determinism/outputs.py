@@ -13,7 +13,7 @@ class Output:
     ids: bytearray = field(default_factory=bytearray)
     logprobs: bytearray = field(default_factory=bytearray)
     top: bytearray = field(default_factory=bytearray)
-    prompt: tuple[bytes, bytes, bytes] = (b"", b"", b"")
+    prompt: tuple[bytes, bytes, bytes, bytes] = (b"", b"", b"", b"")
     end: Finished | Failed | None = None
 
     @property
@@ -30,7 +30,8 @@ class Output:
         if len(row.ids) <= known:
             return
         if row.prompt is not None:
-            self.prompt = (row.prompt.logprobs, row.prompt.top_ids, row.prompt.top_logprobs)
+            told = row.prompt
+            self.prompt = (told.logprobs, told.top_ids, told.top_logprobs, told.ranks)
         self.ids += row.ids[known:]
         self.logprobs += row.logprobs[known:]
         wide = len(row.top_ids) // max(1, len(row.ids) // 4)  # bytes of one token's best ids

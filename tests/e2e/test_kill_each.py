@@ -76,6 +76,8 @@ def requests() -> list[tuple[str, Json]]:
             "seed": n,
             "ignore_eos": True,
         }
+        if n % 3 == 1:  # counted from the tokens that are there, also by the next executor
+            body |= {"frequency_penalty": 0.7, "presence_penalty": 0.3, "repetition_penalty": 1.2}
         words = f"The {n}th river runs past the mill. " * (1 + 5 * (n % 3))
         if n % 4 == 3:
             body["messages"] = [{"role": "user", "content": words}]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from bench.determinism import check
 from bench.determinism.check import QUICK, run
 from bench.determinism.faults import FAULTS
 from bench.determinism.jobs import Job, make_jobs
@@ -116,14 +117,15 @@ def test_logprobs_of_a_prompt_are_those_of_the_output_it_repeats(engine: ModelEn
             job(prompt, 2, n_prompt_logprobs=0),
             job(prompt, 2),
         )
-    logprobs, top_ids, top_logprobs = echo[0].prompt
+    logprobs, top_ids, top_logprobs, ranks = echo[0].prompt
     assert len(logprobs) == 4 * (len(prompt) - 1)
     assert logprobs[-4 * 60 :] == bytes(before.logprobs)
     assert np.isfinite(np.frombuffer(top_logprobs, "<f4")).all()
     best = unpack_ids(top_ids).reshape(-1, 5)[-60:, 0]
     assert best.tolist() == prompt[-60:]  # each was the best one
-    assert echo[1].prompt == (logprobs, b"", b"")
-    assert echo[2].prompt == (b"", b"", b"")
+    assert unpack_ids(ranks)[-60:].tolist() == [1] * 60
+    assert echo[1].prompt == (logprobs, b"", b"", ranks)
+    assert echo[2].prompt == (b"", b"", b"", b"")
     assert {bytes(output.ids) for output in echo} == {bytes(echo[0].ids)}
 
 
@@ -131,8 +133,12 @@ def test_the_fake_engine_brings_logprobs_of_a_prompt_too() -> None:
     fake = FakeEngine(Config(executor=ExecutorConfig(kind="fake")))
     with rig(fake) as one:
         output = ask(one, job(long_prompt(300), 2, n_prompt_logprobs=3))[0]
-    logprobs, top_ids, top_logprobs = output.prompt
-    assert (len(logprobs), len(top_ids), len(top_logprobs)) == (4 * 299, 12 * 299, 12 * 299)
+    logprobs, top_ids, top_logprobs, ranks = output.prompt
+    assert [*map(len, (logprobs, top_ids, top_logprobs, ranks))] == [
+        4 * 299,
+        *[12 * 299] * 2,
+        4 * 299,
+    ]
     assert unpack_ids(top_ids).reshape(299, 3)[:, 0].tolist() == long_prompt(300)[1:]
 
 
@@ -172,20 +178,32 @@ def test_stop_ids_wait_for_min_tokens_and_then_end_the_request(engine: ModelEngi
 
 
 @pytest.mark.timeout(400)  # half a minute on a machine that has nothing else to do
-def test_the_reduced_check_finds_no_difference() -> None:
+def test_the_reduced_check_finds_no_difference(capsys: pytest.CaptureFixture[str]) -> None:
     found = run(model=MODEL, device="cpu", size=QUICK, with_mesh=False)
     cases = {case["group"]: case for case in found["cases"]}
     assert found["ok"], cases
+    check.show(found)
+    assert found["config"]["left_out"] == {"speculation": "this engine does not draft yet"}
+    assert "left out: speculation" in capsys.readouterr().err
     assert {"in_flight_64", "preempted_at_every_position", "ranks_2", "threads_2"} <= {*cases}
     for case in cases.values():
         assert case["comparisons"] >= QUICK[0]
         assert case["tokens"] == case["comparisons"] * QUICK[1]
 
 
+def test_a_device_that_no_executor_runs_on_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main(["--device", "cuda", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert "no executor runs on a CUDA device yet" in err
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_check_catches_a_planted_fault(fault: str) -> None:
+def test_the_check_catches_a_planted_fault(fault: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = run(model=MODEL, device="cpu", size=(12, 8), fault=fault)
     assert found["caught"]
     assert found["ok"]
     assert any(case["caught"] for case in found["cases"])
+    check.show(found)
+    assert f"planted fault {fault}: caught" in capsys.readouterr().err
