@@ -140,7 +140,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, default=MODEL, help="folder of a checkpoint")
     given = parser.parse_args(arguments)
     if given.device != "cpu":
-        print("no executor runs on a CUDA device yet: use --device cpu", file=sys.stderr)
+        print(
+            "the check does not drive an executor on a CUDA device yet: use --device cpu",
+            file=sys.stderr,
+        )
         return 2
     logging.disable(logging.WARNING)  # executors are killed on purpose
     found = run(

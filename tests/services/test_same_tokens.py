@@ -191,11 +191,13 @@ def test_the_reduced_check_finds_no_difference(capsys: pytest.CaptureFixture[str
         assert case["tokens"] == case["comparisons"] * QUICK[1]
 
 
-def test_a_device_that_no_executor_runs_on_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_that_the_check_cannot_drive_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert check.main(["--device", "cuda", "--json"]) == 2
     out, err = capsys.readouterr()
     assert not out
-    assert "no executor runs on a CUDA device yet" in err
+    assert "CUDA device yet: use --device cpu" in err
 
 
 @pytest.mark.timeout(400)
