@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -24,10 +24,12 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.load.drive import Client, closed_loop
+from bench.load.figures import Window
 from bench.load.http import Answer
-from bench.load.pinned import MODEL, RigError, model_config, running
+from bench.load.pinned import MODEL, RigError, model_config, running, service_pids
 from deepmesh.config import SchedulerConfig
 from deepmesh.report import MAX_STEAL, Json, Steal, publish, report
+from deepmesh.supervisor import Mesh
 
 Case = dict[str, Json]
 MIN_RATIO, MAX_NULL_SHARE, MAX_ITL_RISE = 0.85, 0.05, 0.2
@@ -82,11 +84,13 @@ def _new_schema(number: int) -> dict[str, Json]:
 # ------------------------------------------------------------ throughput
 
 
-async def throughput(url: str, model: str, options: argparse.Namespace) -> Case:
+async def throughput(mesh: Mesh, model: str, options: argparse.Namespace) -> Case:
     """Interleaved runs without and with grammars."""
     rates: dict[bool, list[float]] = {False: [], True: []}
+    windows: dict[bool, list[Window]] = {False: [], True: []}
     errors = 0
-    client = Client(url, api="completions")
+    client = Client(mesh.url, api="completions")
+    pids = service_pids(mesh) | {"masks": _mask_worker(mesh)}
     for grammar in [False, True] * options.repeats:
         window = await closed_loop(
             client,
@@ -94,8 +98,10 @@ async def throughput(url: str, model: str, options: argparse.Namespace) -> Case:
             concurrency=options.streams,
             seconds=options.seconds,
             warmup_s=options.warmup_s,
+            pids=pids,
         )
         rates[grammar].append(window.tokens / window.seconds)
+        windows[grammar].append(window)
         errors += sum(bool(answer.error) for answer in window.answers)
     client.close()
     off, on = (statistics.median(rates[grammar]) for grammar in (False, True))
@@ -105,11 +111,30 @@ async def throughput(url: str, model: str, options: argparse.Namespace) -> Case:
         "tokens_per_s_off": off,
         "tokens_per_s_on": on,
         "ratio_to_off": on / off,
+        "cpu_us_per_token_off": _cpu_us_per_token(windows[False]),
+        "cpu_us_per_token_on": _cpu_us_per_token(windows[True]),
         "errors": errors,
         "samples_off": list[Json](rates[False]),
         "samples_on": list[Json](rates[True]),
         "ok": on / off >= MIN_RATIO and not errors,
     }
+
+
+def _mask_worker(mesh: Mesh) -> int:
+    """Its process; a child of the executor."""
+    tasks = Path(f"/proc/{mesh.pids['executor-0-0']}/task")
+    children = [int(pid) for file in tasks.glob("*/children") for pid in file.read_text().split()]
+    for pid in children:
+        if b"services.executor.masks" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            return pid
+    raise RigError("the executor has no mask worker")
+
+
+def _cpu_us_per_token(windows: Sequence[Window]) -> dict[str, Json]:
+    """By process."""
+    tokens = max(1, sum(window.tokens for window in windows))
+    names = windows[0].cpu_s
+    return {n: round(1e6 * sum(w.cpu_s[n] for w in windows) / tokens, 1) for n in names}
 
 
 # ------------------------------------------------------------ burst
@@ -217,7 +242,7 @@ def main() -> int:
             with running(config) as mesh, console.status("structured output"):
                 model = config.served_model
                 cases = [
-                    asyncio.run(throughput(mesh.url, model, options)),
+                    asyncio.run(throughput(mesh, model, options)),
                     asyncio.run(burst(mesh.url, model, options)),
                 ]
         except RigError as error:
