@@ -1,6 +1,7 @@
 """The scheduler's loop: mail in, the core decides, messages, spans and log lines out."""
 
 import logging
+import os
 import time
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from deepmesh.wire.messages import (
     ServiceStats,
     SetLogLevel,
     Shutdown,
+    StepKind,
     StepResult,
     StopAt,
 )
@@ -60,6 +62,9 @@ from .epochs import EpochLog
 from .traces import Traces
 
 _log = logging.getLogger(__name__)
+# Who has a core keeps it for a while: what was sent leaves when this thread waits, however short.
+FILL_S = 0.001  # until the second step of an empty pipeline is planned
+LET_GO_S = 2e-5
 LAST_WORDS_S = 1.0  # a drained scheduler waits so long for its last messages to be acknowledged
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
 
@@ -94,6 +99,7 @@ class SchedulerService:
         self._traces = Traces(tracer, self.name)
         self._checkup = Checkup(self.core)
         self._stops = self._stops_taken = 0
+        self._fills = False  # a step has just left, and there is room for another behind it
         self._announced = (False, False, False)  # ready, draining, paused
 
     def stop(self) -> None:
@@ -110,7 +116,7 @@ class SchedulerService:
         _log.info("listening at %s", self.listener.address)
         try:
             while not self.core.drained:
-                self.turn(self.inbox.wait(self.core.idle_for()))
+                self.turn(self.inbox.wait(FILL_S if self._fills else self.core.idle_for()))
             self._say_last_words()
         finally:
             self._ready.close()
@@ -119,12 +125,12 @@ class SchedulerService:
     # ------------------------------------------------------------ the loop
 
     def turn(self, events: list[LinkEvent]) -> None:
-        """Everything that is there, then Ticks: mail is in, plan. Results are applied last, and
+        """Everything that is there, then one Tick: mail is in, plan. Results are applied last, and
         together, unless a peer comes or goes behind them: that may end the engine epoch.
 
-        A device may stand still for want of its next step, so steps leave one by one as they are
-        planned, and whatever else is to be said comes behind them: who gets it may run on this
-        core. Tokens come first where the device has another step already.
+        A device may stand still for want of its next step, so a turn plans one, and whatever else
+        is to be said comes behind it: who gets it may run on this core. First tokens are sent
+        before that where the device has another step already.
         """
         later: list[Action] = []
         results: list[tuple[str, StepResult]] = []
@@ -142,16 +148,20 @@ class SchedulerService:
             later += self._handle(Mail("", order))
         if results:
             found = self._handle(StepResults(results))
-            if self.core.group.unresolved and not any(isinstance(a, Send) for a in later):
+            if self.core.group.unresolved and _brings_first(found) and not _has_sends(later):
                 for action in found:
                     if isinstance(action, Send):
                         self._carry_out(action)
+                time.sleep(LET_GO_S)
                 found = [action for action in found if not isinstance(action, Send)]
             later += found
-        num_steps = -1
-        while num_steps != self.core.group.group_step:
-            num_steps = self.core.group.group_step
-            later += self._handle(Tick(steps=1))
+        num_steps = self.core.group.group_step
+        later += self._handle(Tick(steps=1))
+        if self.core.group.group_step > num_steps:
+            os.sched_yield()  # to the thread that writes it to the socket
+            self._fills = self.core.has_room
+        else:
+            self._fills = False
         for event in events:
             if isinstance(event, LinkMail):
                 self._traces.hop(event)
@@ -296,6 +306,16 @@ class SchedulerService:
 
 def _is_for_executor(action: Action) -> bool:
     return isinstance(action, Send) and action.peer.startswith("executor-")
+
+
+def _has_sends(actions: list[Action]) -> bool:
+    return any(isinstance(action, Send) for action in actions)
+
+
+def _brings_first(actions: list[Action]) -> bool:
+    """Whether a step with prompts has ended."""
+    kinds = (StepKind.PREFILL, StepKind.MIXED)
+    return any(isinstance(action, StepEnded) and action.kind in kinds for action in actions)
 
 
 def _rank_of(name: str) -> int:

@@ -48,6 +48,7 @@ INLINE_BYTES = 32 << 10  # longer bodies are encoded in a thread (4.5k tokens ta
 MAX_PREPARING_BYTES = 32 << 20  # of bodies in threads or waiting for one; several seconds' work
 DRAIN_S = 5.0  # after SIGTERM; the supervisor waits a little longer
 BUSY_RETRY_S = 2.0
+RECORD_S = 0.005  # from what happened to its span in the file
 _log = logging.getLogger(__name__)
 
 Prepared = Generation | Answer | Wanted | Job | Follow | Refusal
@@ -68,6 +69,8 @@ class Service:
         self._dialers: dict[str, Dialer] = {}  # by the name of the scheduler
         self._inbox = AsyncInbox(self._on_event, self._read)
         self._unread: deque[Mail] = deque()  # tokens and ends of schedulers
+        self._spans: list[Trace] = []
+        self._recorder: asyncio.TimerHandle | None = None
         self._inbox.add(self._listener)
         for scheduler in range(config.scheduler.count):
             address = config.scheduler_address(scheduler)
@@ -109,6 +112,7 @@ class Service:
                 await self._pause()
             await asyncio.sleep(0.05)  # let the last messages leave
         finally:
+            self._record()
             self._ready.close()
             self._inbox.close()
             self._threads.shutdown(wait=False, cancel_futures=True)
@@ -253,13 +257,20 @@ class Service:
     # ------------------------------------------------------------ actions
 
     def _act(self) -> None:
-        spans: list[Trace] = []  # behind the messages: somebody waits for those
         while actions := self._core.take():
             for action in actions:
                 if isinstance(action, Trace) and action.end_ns:
-                    spans.append(action)
+                    self._spans.append(action)
                 else:
                     self._carry_out(action)
+        if self._spans and self._recorder is None:
+            loop = asyncio.get_running_loop()
+            self._recorder = loop.call_later(RECORD_S, self._record)
+
+    def _record(self) -> None:
+        """Spans, a moment after the messages: these leave once the loop waits."""
+        self._recorder = None
+        spans, self._spans = self._spans, []
         for span in spans:
             self._carry_out(span)
 

@@ -162,6 +162,11 @@ class Scheduler:
         return self._session.engine
 
     @property
+    def has_room(self) -> bool:
+        """Fewer steps are in flight than may be."""
+        return len(self.group.unresolved) < self.config.depth
+
+    @property
     def is_paused(self) -> bool:
         """Nothing is in flight, and nothing will be until it is resumed."""
         return self._controls.is_paused
