@@ -8,7 +8,8 @@
 
 Text goes as it is, everything else as JSON with `string="false"`. Parameters come in the order of
 the schema. The lexer of llguidance is greedy where a rule is not `lazy`, so free text is lazy up
-to the tag that ends it; complements of regular expressions refuse correct calls (tried).
+to the tag that ends it; complements of regular expressions refuse correct calls (tried). Free text
+holds no mark ｜DSML｜ but in such a tag: nobody could tell what it means.
 """
 
 import re
@@ -22,6 +23,12 @@ OPEN = "<｜DSML｜ calls>\n"
 CLOSE = "</｜DSML｜ calls>"
 # compact JSON with the blanks that models like
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+# Texts without ｜DSML｜, as an automaton that looks for it would read them: other characters, and
+# runs that begin the mark and do not end it, the last of them at the end.
+_RUN = "｜(?:｜|D｜|DS｜|DSM｜)*"
+_UNMARKED = (
+    f"(?:[^｜]|{_RUN}(?:[^｜D]|D[^｜S]|DS[^｜M]|DSM[^｜L]|DSML[^｜]))*(?:{_RUN}(?:D|DS|DSM|DSML)?)?"
+)
 _NAME = re.compile(r'[^"<>&\n]+')
 _SHAPES = frozenset(("pattern", "minLength", "maxLength", "format"))
 _PLAIN = frozenset(("type", "properties", "required", "additionalProperties", "$defs"))
@@ -78,7 +85,8 @@ def calls_grammar(tools: list[Tool], shape: Shape) -> str:
         rules.add(f"answer: %json {shape.json_schema}")
     else:
         start = f"text | open {block}"
-        rules.add("text: TEXT", "TEXT: /(?s:.*)/", f"open[lazy]: /(?s:.*){_regex(OPEN)}/")
+        rules.add("text: TEXT", f"TEXT: /{_UNMARKED}/")
+        rules.add(f"open[lazy]: /{_UNMARKED}{_regex(OPEN)}/")
     return "\n".join((f"start: {start}", f"call: {calls}", *rules.lines, ""))
 
 
@@ -141,7 +149,7 @@ class _Rules:
 
     def _text(self) -> str:
         """Free text and the tag that ends it."""
-        self.add(f"str[lazy]: /(?s:.*){_regex(_END)}/")
+        self.add(f"str[lazy]: /{_UNMARKED}{_regex(_END)}/")
         return "str"
 
     def _json(self, schema: Json | bool, defs: Json) -> str:

@@ -315,6 +315,33 @@ def test_free_text_may_end_in_calls_of_known_tools(preparer: Preparer) -> None:
     assert not takes(found, "Well. " + block(good)[:-3])
 
 
+def test_a_mark_of_calls_stands_in_tags_alone(preparer: Preparer) -> None:
+    """Elsewhere it would reach the client as text."""
+    found = grammar(preparer, "chat", tools())
+    for text in (
+        "｜",
+        "a｜DSM｜L",
+        "｜｜DSML",
+        "中文｜标题 <b> </",
+        "｜D｜DS｜DSM｜DSML",
+        "<｜DSML",
+    ):
+        assert takes(found, text), text
+        assert takes(found, text + "\n\n" + block(call("time"))), text
+        assert takes(found, block(call("weather", city=f"~{text}", days="3"))), text
+    for text in (
+        "｜DSML｜",
+        "a ｜DSML｜ b",
+        "｜D｜DSML｜",
+        "｜DSM｜DSML｜",
+        "<｜DSML｜ b",
+        "</｜DSML｜ calls>",
+    ):
+        assert not takes(found, text), text
+        assert not takes(found, text + block(call("time"))), text
+        assert not takes(found, block(call("weather", city=f"~{text}", days="3"))), text
+
+
 def test_text_arguments_may_hold_anything_but_their_end(preparer: Preparer) -> None:
     found = grammar(preparer, "chat", tools())
     for city in ('Saint-Denis <La Réunion>\nrue "5" & co', "</b> {}", "｜DSML"):
