@@ -355,3 +355,43 @@ def test_logprobs_of_an_echoed_prompt(client: openai.OpenAI, pair: RunningMesh) 
     assert expected is not None
     if scored.logprobs.tokens and scored.logprobs.tokens[-5:-1] == told.logprobs.tokens:
         assert probs[-5:-1] == pytest.approx(expected, abs=1e-3)
+
+
+def test_prompt_logprobs_as_vllm_has_them(client: openai.OpenAI, pair: RunningMesh) -> None:
+    """Through `extra_body`, as its users write it; beside the choices of a chat, in each choice
+    of a completion."""
+    more = {"extra_body": {"prompt_logprobs": 2}}
+    ask = {"model": pair.model, "temperature": 0}
+    chat = client.chat.completions.create(
+        **ask, messages=HELLO, max_completion_tokens=4, reasoning_effort="none", n=2, **more
+    )
+    text = client.completions.create(
+        **ask, prompt=["Once upon", "The sea"], max_tokens=2, n=2, **more
+    )
+    assert chat.model_extra is not None
+    found = [chat.model_extra["prompt_logprobs"]]
+    assert chat.usage is not None
+    assert len(found[0]) == chat.usage.prompt_tokens
+    for choice in text.choices:
+        assert choice.model_extra is not None
+        found.append(choice.model_extra["prompt_logprobs"])
+    assert found[1] == found[2] != found[3] == found[4]
+    for entries in found:
+        assert entries[0] is None
+        for entry in entries[1:]:
+            own, *others = entry.values()
+            assert {*own} == {"logprob", "rank", "decoded_token"}
+            assert own["logprob"] <= 0
+            assert own["rank"] >= 1
+            assert sorted(e["rank"] for e in others + [own] * (own["rank"] < 3)) == [1, 2]
+    told = [next(iter(entry.values()))["decoded_token"] for entry in found[1][1:]]
+    assert "".join(told) == "Once upon"
+
+
+@pytest.mark.parametrize("more", [{"prompt_logprobs": 21}, {"prompt_logprobs": 1, "stream": True}])
+def test_prompt_logprobs_that_cannot_be_are_refused(
+    client: openai.OpenAI, pair: RunningMesh, more: dict[str, object]
+) -> None:
+    with pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(model=pair.model, messages=HELLO, extra_body=more)
+    assert error.value.param == "prompt_logprobs"

@@ -72,6 +72,7 @@ def storm(seed: int) -> list[m.Generate]:
                 seed=n,
                 max_tokens=rng.choice([8, 40, 70, 90]),
                 n_logprobs=0,
+                n_prompt_logprobs=2 if n % 3 == 0 else -1,
             )
         )
     return requests
@@ -85,7 +86,7 @@ def test_a_storm_with_aborts_and_preemptions_loses_nothing_and_changes_no_bit(
     rng = random.Random(11)
     aborts = {r.rid: rng.choice([0, 1, 5, 20]) for r in rng.sample(requests, NUM_REQUESTS // 5)}
 
-    got = client.run(requests, abort_after=aborts, timeout_s=110)
+    got = client.run(requests, abort_after=aborts, timeout_s=200)
     client.settle()
 
     assert all(len(answer.ends) == 1 for answer in got.values())
@@ -113,11 +114,14 @@ def compare(storm: Answer, alone: Answer, request: m.Generate, aborted: bool) ->
         n = len(storm.ids)
         assert storm.ids == alone.ids[:n]
         assert storm.logprobs == alone.logprobs[: 4 * n]
+        assert not n or storm.prompt == alone.prompt
         return
     assert end.final_pos == len(storm.ids)
     assert len(storm.ids) == request.max_tokens  # no stop id was given
     assert storm.ids == alone.ids
     assert storm.logprobs == alone.logprobs
+    assert storm.prompt == alone.prompt
+    assert (storm.prompt is None) == (request.n_prompt_logprobs < 0)
 
 
 class Stream:

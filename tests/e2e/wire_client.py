@@ -18,6 +18,7 @@ class Answer:
 
     ids: list[int] = field(default_factory=list)
     logprobs: bytes = b""
+    prompt: m.PromptLogprobs | None = None
     ends: list[m.Finished | m.Failed] = field(default_factory=list)
     cached_tokens: int = 0
 
@@ -118,6 +119,7 @@ class WireClient:
         answer.ids += unpack_ids(row.ids).tolist()
         answer.logprobs += row.logprobs
         if row.pos == 0:
+            answer.prompt = row.prompt
             answer.cached_tokens = row.cached_tokens
         limit = self._aborts.get(row.rid)
         if limit is not None and len(answer.ids) >= limit:
