@@ -478,3 +478,12 @@ def test_model_inspect_of_something_else_is_one_line(tmp_path: Path) -> None:
 def test_sizes_for_people() -> None:
     assert [size(n) for n in (0, 1023, 1024, 5 << 30)] == ["0 B", "1023 B", "1.00 KiB", "5.00 GiB"]
     assert [number(n) for n in (7, 1500, 284_000_000_000)] == ["7", "1.50 k", "284.00 G"]
+
+
+def test_bench_without_a_name_says_what_there_is() -> None:
+    result = RUN.invoke(app, ["bench"])
+    assert result.exit_code == 0
+    lines = {line.split()[0]: line for line in result.stdout.splitlines()}
+    assert "prompt" in lines["prefill"]
+    unknown = RUN.invoke(app, ["bench", "nosuch"])
+    assert (unknown.exit_code, "prefill" in unknown.stderr) == (2, True)
