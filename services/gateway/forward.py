@@ -51,7 +51,8 @@ class Edge(msgspec.Struct, frozen=True):
 
 
 def _question(scope: Scope) -> bytes:
-    """Path and query of a request without a body of its own, as one."""
+    """Path and query of a request without a body of its own, as one. A stream of events that goes
+    on behind one of them has numbers that do, too."""
     query = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
     asked: dict[str, str | int] = {**query, **scope["path_params"]}
     for name in _NUMBERS:
@@ -60,6 +61,8 @@ def _question(scope: Scope) -> bytes:
     for name in _FLAGS:
         if query.get(name) in ("true", "false"):
             asked[name] = query[name] == "true"
+    if isinstance(after := asked.get("starting_after"), int):
+        scope["arrival"].first_number = after + 1
     return msgspec.json.encode(asked) if asked else b""
 
 

@@ -164,5 +164,5 @@ class Relay:
             errors.problem_of(end),
             self._stream.protocol,
             self._arrival.request_id,
-            self._stream.num_received,
+            self._arrival.first_number + self._stream.num_received,
         )

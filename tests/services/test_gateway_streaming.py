@@ -161,6 +161,25 @@ def test_a_failure_after_the_headers_is_an_event_of_the_protocol(
         assert event["type"] == "error"
 
 
+def test_the_failure_of_a_followed_response_has_the_next_number(mesh: Mesh) -> None:
+    client = mesh.client()
+    client.request("GET", "/v1/responses/resp_1?stream=true&starting_after=41")
+    submit = mesh.tokenizer.expect(Submit)
+    asked = {"id": "resp_1", "stream": True, "starting_after": 41}
+    assert (submit.protocol, json.loads(submit.body)) == ("response", asked)
+    mesh.tokenizer.events(submit, 0, b"data: 42\n\n", b"data: 43\n\n")
+    mesh.tokenizer.fail(submit, ErrorCode.CANCELLED, "cancelled")
+    response = client.getresponse()
+    last = response.read().split(b"\n\n")[2]
+    assert json.loads(last.removeprefix(b"event: error\ndata: ")) == {
+        "type": "error",
+        "code": "cancelled",
+        "message": "cancelled",
+        "param": None,
+        "sequence_number": 44,
+    }
+
+
 # ---------------------------------------------------------------- pings
 
 
