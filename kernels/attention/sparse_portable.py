@@ -118,12 +118,11 @@ def choose_slots(
     """
     if not scores.is_cuda:
         return table.slots(rows, top_k_indices(scores, top_k, allowed))
-    blocks = table.blocks.int()
     _, slots = top_k_decode(
         scores,
         visible.int(),
         top_k,
-        blocks,
+        table.blocks.int(),
         table.entries,
         rows.int(),
         allowed=allowed,

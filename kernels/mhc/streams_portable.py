@@ -21,7 +21,7 @@ def rms_norm_portable(x: Tensor, weight: Tensor, eps: float, *, bf16: bool = Fal
     stride, held = x.stride(0), x if x.is_contiguous() else x.as_strided((x.numel(),), (1,))
     parts, out = x.new_empty(rows, LANES), x.new_empty(rows, width)
     _run("squares", held, rows, stride, width, parts)
-    _run("norm", held, parts, weight, rows, stride, width, float(eps), bf16, out)
+    _run("rms_norm", held, parts, weight, rows, stride, width, float(eps), bf16, out)
     return out
 
 

@@ -37,7 +37,7 @@ Bytes = NDArray[np.uint8]
 def random_pieces(spec: TensorSpec, seed: int) -> Iterator[Bytes]:
     """The tensor's bytes in order; a function of its name, shape and `seed` alone."""
     generator = np.random.default_rng([seed, zlib.crc32(spec.name.encode())])
-    table = _table(spec)
+    table = value_table(spec)
     left, most = spec.num_bytes // table.itemsize, PIECE_BYTES // table.itemsize
     while left:
         count = min(left, most)
@@ -46,7 +46,7 @@ def random_pieces(spec: TensorSpec, seed: int) -> Iterator[Bytes]:
         left -= count
 
 
-def _table(spec: TensorSpec) -> NDArray[np.generic]:
+def value_table(spec: TensorSpec) -> NDArray[np.generic]:
     """What each 16 random bits become."""
     match spec.dtype:
         case "I8":

@@ -95,10 +95,10 @@ def load_weights(
         )
     stored = read_headers(folder)
     check_tensors(tensor_specs(config), stored)
-    return _Reader(stored, config, rank, ranks, progress or _silent, packing).model(folder)
+    return Reader(stored, config, rank, ranks, progress or _silent, packing).model(folder)
 
 
-class _Reader:
+class Reader:
     """Reads tensors by name and puts them into the forms of `models/parameters.py`."""
 
     def __init__(
@@ -128,7 +128,7 @@ class _Reader:
         ids = torch.arange(config.vocab_size)
         if config.engram_layer_ids:
             self._progress("engram ids", 0, 1)
-            ids = self._compressed_ids(folder / "tokenizer.json")
+            ids = self.compressed_ids(folder / "tokenizer.json")
         weights = ModelWeights(
             embed=self._plain("embed.weight"),
             layers=tuple(layers),
@@ -140,7 +140,8 @@ class _Reader:
         self._progress("layers", total, total)
         return weights
 
-    def _compressed_ids(self, file: Path) -> Tensor:
+    def compressed_ids(self, file: Path) -> Tensor:
+        """Engram's id of every token id."""
         if not file.exists():
             raise CheckpointError(f"{file}: missing; the Engram hash is made from it")
         ids = compressed_ids(file, self._config.vocab_size)
@@ -250,8 +251,8 @@ class _Reader:
         primes = torch.tensor(every[number])
         multipliers = hash_multipliers(layer, config.engram_compressed_vocab_size, order)
         return EngramWeights(
-            table=self._raw(prefix + "embed.weight"),  # safetensors maps the file: not read here
-            scales=self._raw(prefix + "embed.scale"),
+            table=self.raw(prefix + "embed.weight"),  # safetensors maps the file: not read here
+            scales=self.raw(prefix + "embed.scale"),
             kv=self._fp8_linear(prefix + "wkv"),
             q_weight=self._plain(prefix + "q_weight"),
             k_weight=self._plain(prefix + "k_weight"),
@@ -260,20 +261,21 @@ class _Reader:
             offsets=(primes.cumsum(0) - primes).unflatten(0, (-1, heads)),
         )
 
-    def _raw(self, name: str) -> Tensor:
+    def raw(self, name: str) -> Tensor:
+        """A tensor as it is stored."""
         return self._files[self._stored[name].file].get_tensor(name)
 
     def _plain(self, name: str) -> Tensor:
-        return self._raw(name).float()
+        return self.raw(name).float()
 
     def _linear(self, name: str) -> LinearWeight:
         return self._packing.linear(self._plain(name))
 
     def _fp8(self, *names: str) -> tuple[Tensor, Tensor]:
         """Codes of linears of the same input, side by side, and the scales of their rows."""
-        codes = [self._raw(name + ".weight").view(torch.uint8) for name in names]
+        codes = [self.raw(name + ".weight").view(torch.uint8) for name in names]
         scales = [
-            row_scales(self._raw(name + ".scale"), rows.shape[0])
+            row_scales(self.raw(name + ".scale"), rows.shape[0])
             for name, rows in zip(names, codes, strict=True)
         ]
         return torch.cat(codes).view(torch.float8_e4m3fn), torch.cat(scales)
@@ -287,7 +289,7 @@ class _Reader:
             torch.stack(
                 [
                     torch.cat(
-                        [self._raw(f"{prefix}{name}.{part}").view(torch.uint8) for name in names]
+                        [self.raw(f"{prefix}{name}.{part}").view(torch.uint8) for name in names]
                     )
                     for prefix in prefixes
                 ]

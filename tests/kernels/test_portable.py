@@ -157,7 +157,9 @@ def test_cache_rows(device: str, bf16: bool, row_format: RowFormat) -> None:
         pool = RowPool(wanted, row_format, dim)
         store_rows(x, cos, sin, pool, slots, weight=norm, **arguments)
         store_rows_portable(
-            *(part.to(device) for part in (x, cos, sin)),
+            x.to(device),
+            cos.to(device),
+            sin.to(device),
             RowPool(ours, row_format, dim),
             slots.to(device),
             weight=None if norm is None else norm.to(device),
@@ -174,8 +176,9 @@ def test_a_group_with_a_nan_stays_one(device: str, bf16: bool) -> None:
     for row_format in (RowFormat.FP8, RowFormat.FP4_E4M3, RowFormat.FP4_UE8M0):
         held = torch.zeros(3, row_format.row_bytes(64), dtype=torch.uint8, device=device)
         pool = RowPool(held, row_format, 64)
-        on = (part.to(device) for part in (x, *angles))
-        store_rows_portable(*on, pool, torch.tensor([0, 1]).to(device), bf16=bf16)
+        cos, sin = (part.to(device) for part in angles)
+        slots = torch.tensor([0, 1], device=device)
+        store_rows_portable(x.to(device), cos, sin, pool, slots, bf16=bf16)
         read = RowPool(held.cpu(), row_format, 64).gather(torch.tensor([0, 1]))
         assert read[0].isfinite().all()
         assert read[1, 40].isnan()
@@ -322,5 +325,6 @@ def test_engram(device: str, bf16: bool) -> None:
     keys = both[:, : hc * hidden].unflatten(1, (hc, hidden))
     gates = engram_gate(streams, keys, q, k, 1e-20)
     wanted = add_gated(streams, gates, both[:, hc * hidden :], bf16=bf16)
-    ours = engram_portable(*(x.to(device) for x in (streams, both, q, k)), 1e-20, bf16=bf16)
+    inputs = streams.to(device), both.to(device), q.to(device), k.to(device)
+    ours = engram_portable(*inputs, 1e-20, bf16=bf16)
     assert same(ours, wanted)

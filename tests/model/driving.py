@@ -4,6 +4,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from deepmesh.wire.messages import Pool
 from services.executor.batch import BatchRow, StepBatch
 from services.executor.kv_cache import KvCache
 from services.executor.models.deepseek_v41 import DeepseekV41
+from services.executor.models.outputs import StepOutput
 from services.executor.weights import load_model
 
 FIXTURE = Path(__file__).parent / "tiny-v41"
@@ -78,8 +80,16 @@ class Outputs:
     features: Tensor
 
 
+class Forward(Protocol):
+    """A model, on whatever device."""
+
+    def forward(self, batch: StepBatch, cache: KvCache) -> StepOutput:
+        """See `DeepseekV41.forward`."""
+        ...
+
+
 def run_steps(
-    model: DeepseekV41,
+    model: Forward,
     cache: KvCache,
     requests: Sequence[Request],
     steps: Sequence[Sequence[tuple[int, int]]],

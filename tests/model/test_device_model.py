@@ -1,13 +1,18 @@
 """The forward of a device: by kernels of any shape the CPU's bits, by fast ones near them."""
 
 import functools
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from deepmesh.wire.messages import Pool
 from services.executor.gpu.model import DeviceModel, load_device_model
+from services.executor.gpu.random_model import random_device_model
 from services.executor.kv_cache import KvCache
+from services.executor.presets import preset_config
+from services.executor.weights import load_model
 from tests.model.driving import (
     FIXTURE,
     Outputs,
@@ -23,14 +28,14 @@ from tests.model.driving import (
 
 LENGTHS = (90, 77, 41)
 MIXED = [[(0, 9), (1, 64)], [(0, 1), (2, 17), (1, 1)], [(2, 1)], [(0, 33), (1, 2), (2, 1)]]
-BF16_ERROR = 0.08  # of the CPU's logits in bf16 against fp32, relative: about 0.06 here
+TINY = Path(__file__).parents[2] / "models/tiny"
 on_each = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 in_each = pytest.mark.parametrize("numerics", ["exact", "fp32", "bf16"])
 
 
 @functools.cache
-def device_model(numerics: str, device: str, *, fast: bool = False) -> DeviceModel:
-    return load_device_model(FIXTURE, numerics, device, fast=fast)
+def device_model(numerics: str, device: str) -> DeviceModel:
+    return load_device_model(FIXTURE, numerics, device, fast=False)
 
 
 @functools.cache
@@ -79,16 +84,48 @@ def test_bits_and_caches_are_those_of_the_cpu(numerics: str, device: str) -> Non
 @pytest.mark.gpu
 def test_fast_kernels_are_near_and_keep_bits() -> None:
     """A row's bits depend on its own ids alone, however the request was cut into steps."""
-    model = device_model("bf16", "cuda", fast=True)
-    first, _ = run_mixed(model, "cuda")
-    for index, (ours, wanted) in enumerate(zip(first, reference("bf16"), strict=True)):
-        assert relative(ours.logits, reference("fp32")[index].logits) < BF16_ERROR
-        assert relative(ours.logits, wanted.logits) < BF16_ERROR
+    model = load_device_model(TINY, "bf16", "cuda")
+    found, _ = run_mixed(model, "cuda")
+    exact, rounded = (load_model(TINY, numerics) for numerics in ("fp32", "bf16"))
+    ours = wanted = 0.0
+    for index, (n, out) in enumerate(zip(LENGTHS, found, strict=True)):
+        ids = random_ids(n, seed=index)
+        truth = alone(exact, ids).logits
+        ours += relative(out.logits, truth)
+        wanted += relative(alone(rounded, ids).logits, truth)
+    assert ours < 1.2 * wanted  # of the CPU's own rounding; no choice of order is nearer
     cache = KvCache(model.config, 6, 6, 6, device="cuda")
     one_each = [[(0, 1), (1, 1), (2, 1)]] * max(LENGTHS)
     again = run_steps(model, cache, requests(), one_each)
-    for ours, wanted in zip(again, first, strict=True):
-        assert same_bits(ours.logits, wanted.logits)
+    for other, out in zip(again, found, strict=True):
+        assert same_bits(other.logits, out.logits)
+
+
+def small_flash() -> dict[str, Any]:
+    """The shapes of V4.1-Flash's attention and width, a few small experts, a choice of 64 rows."""
+    raw = preset_config("v41-flash", layers=6)
+    text = raw["text_config"]
+    text |= {"vocab_size": 512, "n_routed_experts": 32, "moe_intermediate_size": 256}
+    text |= {"index_topk": 64, "candidate_topk_blocks": 12, "dspark_noise_token_id": 5}
+    return raw
+
+
+@pytest.mark.gpu
+def test_kernels_for_hopper_in_the_shapes_they_were_made_for() -> None:
+    fast, any_shape = (random_device_model(small_flash(), fast=fast) for fast in (True, False))
+    ids = random_ids(300, seed=3)
+
+    def run(model: DeviceModel, steps: list[list[tuple[int, int]]]) -> torch.Tensor:
+        cache = KvCache(model.config, 5, 5, 2, device="cuda")
+        request = Request(ids, [4, 2, 0, 1, 3], [3, 1, 2, 0, 4], 1)
+        return run_steps(model, cache, [request], steps)[0].logits
+
+    whole = run(fast, [])
+    assert same_bits(run(fast, [[(0, 130)], *[[(0, 1)]] * 20, [(0, 33)]]), whole)
+    errors = (whole - run(any_shape, [])).norm(dim=1) / whole.norm(dim=1)
+    # a tie that rounds the other way changes experts of a random model: one order of sums against
+    # another has a median of 0.08 on a CPU, unrelated logits 1.4
+    assert float(errors.median()) < 0.3
 
 
 @on_each

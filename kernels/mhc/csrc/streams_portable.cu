@@ -128,7 +128,7 @@ extern "C" int squares(const float* x, int64_t rows, int64_t stride, int64_t wid
   return for_each(rows * kLanes, Squares{x, stride, width, parts}, stream);
 }
 
-extern "C" int norm(const float* x, const float* parts, const float* weight, int64_t rows, int64_t stride,
+extern "C" int rms_norm(const float* x, const float* parts, const float* weight, int64_t rows, int64_t stride,
                     int64_t width, float eps, int64_t bf16, float* out, void* stream) {
   return for_each(rows * width, Norm{x, parts, weight, stride, width, eps, !!bf16, out}, stream);
 }

@@ -2,26 +2,18 @@
 
 from torch import Tensor
 
-from kernels.attention.pools import RowPool
-from kernels.attention.rows_portable import (
-    pool_pairs_portable,
-    rotate_portable,
-    store_rows_portable,
-)
-from kernels.attention.sparse_portable import (
-    choose_candidates,
-    choose_slots,
-    index_scores_portable,
-    sparse_attention_portable,
-)
+from kernels.attention.rows_portable import pool_pairs_portable, rotate_portable
+from kernels.attention.sparse_portable import choose_candidates, choose_slots
+from kernels.attention.store_rows_cuda import PackedFormat
 from kernels.mhc.streams_portable import rms_norm_portable
 from kernels.quant.linear_portable import FP4_UE8M0, round_bf16_portable, round_portable
 from services.executor.gpu.linears import Device, DeviceLinear
+from services.executor.gpu.rows import rows_for
 from services.executor.gpu.step import DeviceRatio, DeviceStep
 from services.executor.kv_cache import KvCache
 from services.executor.model_config import ModelConfig
 from services.executor.models.parameters import AttentionWeights, CompressorWeights, IndexerWeights
-from services.executor.models.plan import Angles, ScoreGroup
+from services.executor.models.plan import ScoreGroup
 
 
 class DeviceSelections:
@@ -33,14 +25,14 @@ class DeviceSelections:
 
 
 class DeviceAttention:
-    """One layer's attention, or the window row of a draft stage."""
+    """One layer's attention."""
 
     def __init__(
         self, config: ModelConfig, layer: int, weights: AttentionWeights, device: Device
     ) -> None:
         self._config, self._layer, self._num = config, layer, device.numerics
         self._ratio = config.compress_ratios[layer]
-        self._sinks = device(weights.sinks)
+        self._rows, self._sinks = rows_for(config, device), device(weights.sinks)
         self._q_norm, self._kv_norm = device(weights.q_norm), device(weights.kv_norm)
         self._down = DeviceLinear(weights.down, device, rounds=True)
         self._query = DeviceLinear(weights.query, device, rounds=True)
@@ -64,26 +56,18 @@ class DeviceAttention:
         queries = self._query(low_rank, bf16=bf16)
         queries = queries.unflatten(1, (config.num_attention_heads, -1))
         queries = rotate_portable(queries, *angles, bf16=bf16)
-        window = cache.window_pool(self._layer)
-        self.write_row(row, angles, step.window_writes, window)
-        compressed = slots = None
+        window, norm = cache.window_pool(self._layer), (self._kv_norm, config.rms_norm_eps)
+        writes = step.window_writes
+        self._rows.store(row, angles, window, writes, PackedFormat.WINDOW, norm=norm)
+        compressed = None
         if self._ratio:
             slots = self._select(u, low_rank, step, cache, shared)
             source = config.kv_source(self._layer)
             assert source is not None
-            compressed = cache.compressed_pool(source)
-        attended = sparse_attention_portable(
-            queries, window, step.window_slots, compressed, slots, self._sinks, bf16=bf16
-        )
-        turned = rotate_portable(attended, *angles, inverse=True, bf16=bf16)
+            compressed = cache.compressed_pool(source), slots
+        seen = window, step.window_slots
+        turned = self._rows.attend(queries, angles, seen, compressed, self._sinks)
         return self._out(self._group_out(turned.flatten(1), bf16=bf16), bf16=bf16)
-
-    def write_row(self, row: Tensor, angles: Angles, slots: Tensor, window: RowPool) -> None:
-        """Store window rows."""
-        eps, weight = self._config.rms_norm_eps, self._kv_norm
-        store_rows_portable(
-            row, *angles, window, slots, bf16=self._num.bf16, weight=weight, eps=eps
-        )
 
     def _select(
         self,
@@ -111,6 +95,7 @@ class DeviceCompressor:
     ) -> None:
         self._config, self._layer, self._bf16 = config, layer, device.numerics.bf16
         self._is_paired = config.compress_ratios[layer] == 2
+        self._rows = rows_for(config, device)
         self._kv_gate = DeviceLinear(weights.kv_gate, device)
         self._index_key = DeviceLinear(weights.index_key, device)
         self._norm = device(weights.norm)
@@ -125,19 +110,11 @@ class DeviceCompressor:
             pooled = self._kv_gate(u, bf16=bf16)
         entry = rms_norm_portable(pooled, self._norm, eps, bf16=bf16)
         key = self._index_key(entry, bf16=bf16)
-        slots = ratio.write_slots
-        store_rows_portable(
-            entry, *ratio.angles, cache.compressed_pool(self._layer), slots, bf16=bf16
-        )
-        store_rows_portable(
-            key,
-            *ratio.angles,
-            cache.key_pool(self._layer),
-            slots,
-            bf16=bf16,
-            weight=self._key_norm,
-            eps=eps,
-        )
+        slots, angles, entries = ratio.write_slots, ratio.angles, ratio.table.entries
+        pool, keys = cache.compressed_pool(self._layer), cache.key_pool(self._layer)
+        self._rows.store(entry, angles, pool, slots, PackedFormat.COMPRESSED)
+        norm = self._key_norm, eps
+        self._rows.store(key, angles, keys, slots, PackedFormat.KEY, norm=norm, entries=entries)
 
     def _pool(self, u: Tensor, step: DeviceStep, ratio: DeviceRatio, cache: KvCache) -> Tensor:
         """Each odd token with the even one before it, perhaps of an earlier step."""
@@ -159,6 +136,7 @@ class DeviceIndexer:
         self, config: ModelConfig, layer: int, weights: IndexerWeights, device: Device
     ) -> None:
         self._config, self._layer, self._num = config, layer, device.numerics
+        self._rows = rows_for(config, device)
         self._query = DeviceLinear(weights.query, device, rounds=True)
         self._heads = DeviceLinear(weights.heads, device)
 
@@ -193,7 +171,7 @@ class DeviceIndexer:
                 group.rows,
                 allowed=allowed,
                 block_size=size,
-            )
+            ).to(slots.dtype)
         if candidates:
             shared.candidates = candidates
         return slots
@@ -219,13 +197,4 @@ class DeviceIndexer:
             per_head = round_bf16_portable(per_head)
         source = self._config.kv_source(self._layer)
         assert source is not None
-        return index_scores_portable(
-            queries,
-            per_head,
-            cache.key_pool(source),
-            ratio.table,
-            group.rows,
-            group.visible,
-            group.num_keys,
-            bf16=bf16,
-        )
+        return self._rows.scores(queries, per_head, cache.key_pool(source), ratio.table, group)

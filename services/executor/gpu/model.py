@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.attention.rows_portable import store_rows_portable
+from kernels.attention.store_rows_cuda import PackedFormat
 from kernels.engram.gate_portable import engram_portable
 from kernels.engram.gather import gather_rows
 from kernels.mhc.mix import HyperMix
@@ -20,6 +20,7 @@ from kernels.moe.experts_portable import route_portable
 from services.executor.batch import StepBatch
 from services.executor.gpu.attention import DeviceAttention, DeviceSelections
 from services.executor.gpu.linears import Device, DeviceExperts, DeviceLinear
+from services.executor.gpu.rows import rows_for
 from services.executor.gpu.step import DeviceStep, to_device
 from services.executor.gpu.stored import STORED
 from services.executor.kv_cache import KvCache
@@ -70,6 +71,7 @@ class DeviceModel:
     ) -> None:
         self.config, self.numerics = config, numerics
         self._device, self._num = device, device.numerics
+        self._index_type = rows_for(config, device).index_type
         self._ropes = Ropes(config)
         self._compressed_ids = weights.compressed_ids
         self._embed, self._norm = device(weights.embed), device(weights.norm)
@@ -97,7 +99,8 @@ class DeviceModel:
         plan = plan_step(batch, cache, config, self._ropes)
         order = config.engram_max_ngram_size
         last_ids = last_compressed_ids(batch, self._compressed_ids, plan.row_of, order)
-        step = to_device(plan, self._device.name)
+        null_row = cache.window.shape[1] - 1
+        step = to_device(plan, self._device.name, self._index_type, null_row)
         embedded = self._embed[self._device(batch.ids)]
         streams = embedded.unsqueeze(1).repeat(1, config.hc_mult, 1)
         carried = first_stream(streams)
@@ -212,7 +215,7 @@ class DeviceEngram:
         self, config: ModelConfig, weights: EngramWeights, pad_id: int, device: Device
     ) -> None:
         self._config, self._device = config, device
-        self._table, self._scales = weights.table, weights.scales
+        self._table, self._scales = weights.table.cpu(), weights.scales.cpu()
         self._find = Engram(config, weights, pad_id, device.numerics).rows
         self._kv = DeviceLinear(weights.kv, device, rounds=True)
         self._weights = device(weights.q_weight), device(weights.k_weight)
@@ -229,6 +232,7 @@ class DeviceFeed:
 
     def __init__(self, config: ModelConfig, weights: DraftWeights, device: Device) -> None:
         self._config, self._bf16 = config, device.numerics.bf16
+        self._rows = rows_for(config, device)
         self._main = DeviceLinear(weights.main_proj, device, rounds=True)
         self._norm = device(weights.main_norm)
         first, rank = config.num_hidden_layers, config.q_lora_rank
@@ -246,12 +250,11 @@ class DeviceFeed:
         main = self._main(features, bf16=bf16)
         main = rms_norm_portable(main, self._norm, eps, bf16=bf16)
         for layer, row, norm in self._stages:
-            store_rows_portable(
+            self._rows.store(
                 row(main, bf16=bf16),
-                *step.plain,
+                step.plain,
                 cache.window_pool(layer),
                 step.window_writes,
-                bf16=bf16,
-                weight=norm,
-                eps=eps,
+                PackedFormat.WINDOW,
+                norm=(norm, eps),
             )

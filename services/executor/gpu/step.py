@@ -14,7 +14,7 @@ class DeviceRatio:
     """`RatioPlan`; `slots` are those of the entries that a token sees if it need leave out none."""
 
     table: BlockTable
-    slots: Tensor  # [num_tokens, index_topk], int64
+    slots: Tensor  # [num_tokens, index_topk]
     groups: list[ScoreGroup]
     ending: Tensor
     write_slots: Tensor
@@ -43,30 +43,46 @@ class DeviceStep:
     pairs: DevicePairs
 
 
-def to_device(plan: StepPlan, device: torch.device) -> DeviceStep:
-    """Copy what the device's kernels read."""
+def to_device(
+    plan: StepPlan, device: torch.device, index_type: torch.dtype, null_window_row: int
+) -> DeviceStep:
+    """Copy what the device's kernels read.
+
+    Args:
+        index_type: of slots and tables, see `Rows`.
+        null_window_row: of the window pool.
+    """
+
+    def slots(held: Tensor, null_row: int) -> Tensor:
+        if index_type is torch.int32:
+            held = torch.where(held == null_row, -1, held).int()
+        return held.to(device)
+
+    def narrow(held: Tensor) -> Tensor:
+        return held.to(index_type).to(device)
 
     def angles(pair: Angles) -> Angles:
         return pair[0].to(device), pair[1].to(device)
 
     def ratio(own: RatioPlan) -> DeviceRatio:
-        table = BlockTable(own.table.blocks.to(device), own.table.entries, own.table.null_row)
+        null_row = own.table.null_row
+        table = BlockTable(narrow(own.table.blocks), own.table.entries, null_row)
         return DeviceRatio(
             table=table,
-            slots=own.table.slots(plan.row_of, own.all_visible).to(device),
+            slots=slots(own.table.slots(plan.row_of, own.all_visible), null_row),
             groups=[
-                ScoreGroup(g.tokens.to(device), g.rows.to(device), g.visible.to(device), g.num_keys)
+                ScoreGroup(g.tokens.to(device), narrow(g.rows), narrow(g.visible), g.num_keys)
                 for g in own.groups
             ],
             ending=own.ending.to(device),
-            write_slots=own.write_slots.to(device),
+            write_slots=slots(own.write_slots, null_row),
             angles=angles(own.angles),
         )
 
     pairs = plan.pairs
     return DeviceStep(
-        window_slots=plan.window_slots.to(device),
-        window_writes=plan.window_writes.to(device),
+        window_slots=slots(plan.window_slots, null_window_row),
+        window_writes=slots(plan.window_writes, null_window_row),
         plain=angles(plan.plain),
         compressed=angles(plan.compressed),
         ratios={number: ratio(own) for number, own in plan.ratios.items()},

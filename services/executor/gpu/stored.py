@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.quant.linear import Kind, LinearWeight
-from kernels.quant.unpack import unpack_fp4, unpack_fp8
+from kernels.quant.unpack_ref import E2M1_VALUES
 from services.executor.weights import Packing
 
 
@@ -20,12 +20,13 @@ class StoredWeight(LinearWeight):
         """[groups, out, in], float32."""
         if self.scale is None:
             return self.data
-        codes, scale = self.data.flatten(0, 1), self.scale.flatten(0, 1)
-        if self.kind is Kind.FP4:
-            flat = unpack_fp4(codes.view(torch.int8), scale)
-        else:
-            flat = unpack_fp8(codes.view(torch.float8_e4m3fn), scale)
-        return flat.unflatten(0, self.data.shape[:2])
+        factors = (self.scale.int() << 23).view(torch.float32)  # 2^(scale - 127)
+        factors = factors.repeat_interleave(32, 2)[..., : self.in_features]
+        if self.kind is Kind.FP8:
+            return self.data.view(torch.float8_e4m3fn).float() * factors
+        table = torch.tensor(E2M1_VALUES + tuple(-x for x in E2M1_VALUES), device=self.data.device)
+        codes = torch.stack((self.data & 15, self.data >> 4), -1).flatten(2)
+        return table[codes.int()] * factors
 
     def outputs(self, start: int) -> "StoredWeight":
         """See `LinearWeight`."""

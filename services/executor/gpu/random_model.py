@@ -1,0 +1,77 @@
+"""Models of real shape with random weights made on the device: for benchmarks and tests."""
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.executor.gpu.linears import Device
+from services.executor.gpu.model import DeviceModel
+from services.executor.gpu.stored import STORED
+from services.executor.model_config import ModelConfig, parse_config
+from services.executor.models.numerics import Numerics
+from services.executor.random_weights import value_table
+from services.executor.tensor_specs import tensor_specs
+from services.executor.weights import Reader
+
+_TYPES = {
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.uint8,
+    "I8": torch.uint8,
+}
+
+
+def random_device_model(
+    raw: dict[str, Any],
+    *,
+    numerics: str = "bf16",
+    device: str = "cuda",
+    seed: int = 0,
+    fast: bool = True,
+) -> DeviceModel:
+    """A model of any shape; values as `random_weights` draws them.
+
+    Args:
+        raw: config.json, perhaps of `preset_config`; Engram takes every id for itself.
+    """
+    text = raw["text_config"]
+    text = text | {"engram_compressed_vocab_size": text["vocab_size"]}
+    config, name = parse_config(raw | {"text_config": text}), torch.device(device)
+    weights = _RandomReader(config, name, seed).model(Path())
+    how = Device(name, Numerics.named(numerics), fast and name.type == "cuda")
+    return DeviceModel(config, weights, numerics, how)
+
+
+class _RandomReader(Reader):
+    """Draws tensors where others read them; never zeros."""
+
+    def __init__(self, config: ModelConfig, device: torch.device, seed: int) -> None:
+        super().__init__({}, config, 0, 1, lambda stage, done, total: None, STORED)
+        self._specs = {spec.name: spec for spec in tensor_specs(config)}
+        self._vocab_size, self._device, self._seed = config.vocab_size, device, seed
+        self._tables: dict[bytes, Tensor] = {}
+
+    def raw(self, name: str) -> Tensor:
+        """A function of name, shape and seed alone, on the device; a table of rows on the host."""
+        spec = self._specs[name]
+        held = value_table(spec)
+        if held.dtype == np.uint16:  # of which torch can do little
+            held = held.view(np.int16)
+        device = torch.device("cpu") if ".engram.embed." in name else self._device
+        key = held.tobytes() + str(device).encode()
+        if key not in self._tables:
+            self._tables[key] = torch.from_numpy(held).to(device)
+        generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode(), self._seed))
+        draws = torch.randint(
+            0, 65536, spec.shape, dtype=torch.int32, generator=generator, device=device
+        )
+        return self._tables[key][draws].view(_TYPES[spec.dtype])
+
+    def compressed_ids(self, file: Path) -> Tensor:
+        """Each id its own."""
+        return torch.arange(self._vocab_size)

@@ -1,0 +1,189 @@
+"""Cache rows on a device, and what reads them: any shape, or what Hopper's kernels were made for.
+
+The two lay out the bytes of a row differently, so a cache belongs to one of them.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kernels.attention.block_slots import BlockTable
+from kernels.attention.index_scores_cuda import KEY_DIM, NUM_HEADS, TILE_KEYS, index_scores_decode
+from kernels.attention.pools import RowPool
+from kernels.attention.rows_portable import rotate_portable, store_rows_portable
+from kernels.attention.sparse_cuda import (
+    HEAD_DIM,
+    MAX_COMPRESSED,
+    MAX_WINDOW,
+    ROPE_DIM,
+    sparse_attention_decode,
+)
+from kernels.attention.sparse_portable import index_scores_portable, sparse_attention_portable
+from kernels.attention.store_rows_cuda import PackedFormat, store_rows_decode
+from services.executor.gpu.linears import Device
+from services.executor.model_config import BLOCK_TOKENS, ModelConfig
+from services.executor.models.plan import Angles, ScoreGroup
+
+Norm = tuple[Tensor, float]  # weight and epsilon
+
+
+class Rows(Protocol):
+    """Writes and reads the pools of one model; index tensors are of `index_type`."""
+
+    @property
+    def index_type(self) -> torch.dtype:
+        """int64, where the null row stands for none; or int32, where -1 does."""
+        ...
+
+    def store(
+        self,
+        x: Tensor,
+        angles: Angles,
+        pool: RowPool,
+        slots: Tensor,
+        packed_format: PackedFormat,
+        *,
+        norm: Norm | None = None,
+        entries: int = 1,
+    ) -> None:
+        """See `store_rows`; `entries` of a block, for keys."""
+        ...
+
+    def attend(
+        self,
+        queries: Tensor,
+        angles: Angles,
+        window: tuple[RowPool, Tensor],
+        compressed: tuple[RowPool, Tensor] | None,
+        sinks: Tensor,
+    ) -> Tensor:
+        """`sparse_attention` of rotated queries, rotated back; pools with their slots."""
+        ...
+
+    def scores(
+        self, queries: Tensor, weights: Tensor, pool: RowPool, table: BlockTable, group: ScoreGroup
+    ) -> Tensor:
+        """See `index_scores`."""
+        ...
+
+
+def rows_for(config: ModelConfig, device: Device) -> Rows:
+    """Those made for Hopper if they have code for all of the model."""
+    ratios = {config.compress_ratios[layer] for layer in config.kv_source_layer_ids}
+    fits = (
+        (config.head_dim, config.qk_rope_head_dim) == (HEAD_DIM, ROPE_DIM)
+        and config.num_attention_heads % 8 == 0
+        and config.sliding_window <= MAX_WINDOW
+        and config.index_topk <= MAX_COMPRESSED
+        and (config.index_n_heads, config.index_head_dim) == (NUM_HEADS, KEY_DIM)
+        and all(BLOCK_TOKENS // ratio % TILE_KEYS == 0 for ratio in ratios)
+    )
+    if fits and device.fast and device.numerics.bf16:
+        return HopperRows()
+    return PortableRows(bf16=device.numerics.bf16)
+
+
+class PortableRows:
+    """Rows as the CPU packs them."""
+
+    index_type = torch.int64
+
+    def __init__(self, *, bf16: bool) -> None:
+        self._bf16 = bf16
+
+    def store(
+        self,
+        x: Tensor,
+        angles: Angles,
+        pool: RowPool,
+        slots: Tensor,
+        packed_format: PackedFormat,
+        *,
+        norm: Norm | None = None,
+        entries: int = 1,
+    ) -> None:
+        """See `Rows`."""
+        weight, eps = norm or (None, 0.0)
+        store_rows_portable(x, *angles, pool, slots, bf16=self._bf16, weight=weight, eps=eps)
+
+    def attend(
+        self,
+        queries: Tensor,
+        angles: Angles,
+        window: tuple[RowPool, Tensor],
+        compressed: tuple[RowPool, Tensor] | None,
+        sinks: Tensor,
+    ) -> Tensor:
+        """See `Rows`."""
+        pool, slots = compressed or (None, None)
+        out = sparse_attention_portable(queries, *window, pool, slots, sinks, bf16=self._bf16)
+        return rotate_portable(out, *angles, inverse=True, bf16=self._bf16)
+
+    def scores(
+        self, queries: Tensor, weights: Tensor, pool: RowPool, table: BlockTable, group: ScoreGroup
+    ) -> Tensor:
+        """See `Rows`."""
+        seen = group.rows, group.visible, group.num_keys
+        return index_scores_portable(queries, weights, pool, table, *seen, bf16=self._bf16)
+
+
+class HopperRows:
+    """Rows in the order in which Hopper's kernels unpack them: `kernels.attention.packed_rows`."""
+
+    index_type = torch.int32
+
+    def store(
+        self,
+        x: Tensor,
+        angles: Angles,
+        pool: RowPool,
+        slots: Tensor,
+        packed_format: PackedFormat,
+        *,
+        norm: Norm | None = None,
+        entries: int = 1,
+    ) -> None:
+        """See `Rows`."""
+        weight, eps = norm or (None, 0.0)
+        held = pool.rows
+        if packed_format is PackedFormat.KEY:
+            held = held.view(-1, entries * held.shape[1])
+        store_rows_decode(
+            x.bfloat16(), angles, held, slots, packed_format, norm=weight, eps=eps, entries=entries
+        )
+
+    def attend(
+        self,
+        queries: Tensor,
+        angles: Angles,
+        window: tuple[RowPool, Tensor],
+        compressed: tuple[RowPool, Tensor] | None,
+        sinks: Tensor,
+    ) -> Tensor:
+        """See `Rows`."""
+        pool, slots = compressed or (None, None)
+        return sparse_attention_decode(
+            queries.bfloat16(),
+            window[0].rows,
+            window[1],
+            None if pool is None else pool.rows,
+            slots,
+            sinks,
+            rope=angles,
+        ).float()
+
+    def scores(
+        self, queries: Tensor, weights: Tensor, pool: RowPool, table: BlockTable, group: ScoreGroup
+    ) -> Tensor:
+        """See `Rows`."""
+        return index_scores_decode(
+            queries.bfloat16(),
+            weights.bfloat16(),
+            pool.rows.view(-1, table.entries * pool.rows.shape[1]),
+            table.blocks,
+            table.entries,
+            group.rows,
+            group.visible,
+            group.num_keys,
+        )
