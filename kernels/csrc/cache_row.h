@@ -68,16 +68,6 @@ INLINE I load_bytes(const uint8_t* p) {
     return __builtin_convertvector(bytes, I);
 #endif
 }
-INLINE U load_halves(const uint16_t* p) {
-#if defined(__AVX512F__)
-    return (U)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
-#else
-    typedef uint16_t Half __attribute__((vector_size(32)));
-    Half halves;
-    std::memcpy(&halves, p, 32);
-    return __builtin_convertvector(halves, U);
-#endif
-}
 INLINE void store_bytes(uint8_t* p, I values) {
     const Bytes16 bytes = __builtin_convertvector(values, Bytes16);
     std::memcpy(p, &bytes, 16);

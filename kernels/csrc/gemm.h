@@ -144,7 +144,7 @@ static void multiply_panels(const Rows& x, int64_t rows, const Weight& w, int64_
         Target to = out;
         to.data += (panel - first) * LANES;
         const uint32_t* data = w.panel(panel);
-        if (expands) expand_panel(w, panel, room);
+        if (expands) expand_groups(w, panel, 0, groups, room);
         if (expands)
             all_rows<BF16, MAX_ROWS>(x, 0, rows, room, groups, to, width);
         else if (w.kind == FP4)

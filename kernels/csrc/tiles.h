@@ -15,7 +15,7 @@
 constexpr int64_t TILE_ROWS = 16;
 constexpr int64_t TILE_HALVES = TILE_ROWS * GROUP;
 constexpr int64_t BATCH_PANELS = 8;   // whose results go to a row at once
-constexpr int64_t CACHED_GROUPS = 8;  // of two panels, while all rows pass by
+constexpr int64_t CACHED_GROUPS = 8;  // of two panels, in the level-1 cache while all rows pass by
 
 // Denormals are zeros while it lives, as they always are for tiles.
 class Denormals {
@@ -42,14 +42,54 @@ INLINE void store_halves(uint16_t* to, F a, F b) {
 #endif
 }
 
+// Sixteen halves, each in a lane of its own. The compiler takes them apart one by one.
+INLINE U load_halves(const uint16_t* p) {
+#if defined(__AVX512F__)
+    return (U)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+#else
+    typedef uint16_t Half __attribute__((vector_size(32)));
+    Half halves;
+    std::memcpy(&halves, p, 32);
+    return __builtin_convertvector(halves, U);
+#endif
+}
+INLINE F from_halves(const uint16_t* p) { return (F)(load_halves(p) << 16); }
+
 // Where results go, rounded to bfloat16 if asked for.
 struct Target {
     float* data;
     int64_t stride;
     bool bf16;
     const int64_t* index = nullptr;  // row r goes to the index[r]-th
-    float* row(int64_t r) const { return data + (index ? index[r] : r) * stride; }
+    bool is_large = false;           // more than the level-2 cache should keep
+    uint16_t* halves = nullptr;      // instead of `data`, of tiles
+    int64_t place(int64_t r) const { return (index ? index[r] : r) * stride; }
+    float* row(int64_t r) const { return data + place(r); }
 };
+
+// Lines that are not read again soon pass the caches by.
+INLINE void store_past(float* to, F v) {
+#if defined(__AVX512F__)
+    if ((uintptr_t)to % 64 == 0) return _mm512_stream_ps(to, (__m512)v);
+#endif
+    store(to, v);
+}
+INLINE void store_halves_past(uint16_t* to, F a, F b) {
+#if defined(__AVX512F__)
+    if ((uintptr_t)to % 64 == 0) {
+        const __m512i low = (__m512i)((U)a >> 16), high = (__m512i)((U)b >> 16);
+        const __m512i both = _mm512_inserti64x4(
+            _mm512_castsi256_si512(_mm512_cvtepi32_epi16(low)), _mm512_cvtepi32_epi16(high), 1);
+        return _mm512_stream_si512((__m512i*)to, both);
+    }
+#endif
+    store_halves(to, a, b);
+}
+INLINE void end_of_stores_past() {  // before another thread reads them
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
+}
 
 // Halves of `rows` rows in tiles, and where in them row r begins; its groups are TILE_HALVES apart.
 INLINE int64_t tile_halves(int64_t rows, int64_t groups) {
@@ -85,6 +125,7 @@ template <int M, int N>
 static void tile_product(const uint16_t* a, int64_t step, const uint32_t* b0, const uint32_t* b1,
                          int64_t count, bool from_zero, float* c) {
     const uint16_t* a1 = a + (M > 1 ? step : 0);
+    asm volatile("" ::: "memory");  // the tile intrinsics do not say that they read and write
     if (from_zero) {
         _tile_zero(0);
         if (N > 1) _tile_zero(1);
@@ -114,72 +155,135 @@ static void tile_product(const uint16_t* a, int64_t step, const uint32_t* b0, co
     if (N > 1) _tile_stored(1, c + 256, 64);
     if (M > 1) _tile_stored(2, c + 512, 64);
     if (M > 1 && N > 1) _tile_stored(3, c + 768, 64);
+    asm volatile("" ::: "memory");
 }
 
-// One or two panels b, whose groups [first, first + count) stay in the level-1 cache meanwhile, times
-// all tiles of rows.
-static void tile_panels(const uint16_t* rows, int64_t row_tiles, const uint32_t* const (&b)[2],
-                        int64_t panels, int64_t groups, int64_t first, int64_t count, float* sums) {
-    const int64_t at = first * group_words(BF16), step = groups * TILE_HALVES;
-    for (int64_t tile = 0; tile < row_tiles; tile += 2) {
-        const uint16_t* a = rows + tile * step + first * TILE_HALVES;
-        float* c = sums + tile * 512;
-        const bool two = tile + 1 < row_tiles, fresh = first == 0;
-        if (two && panels == 2)
-            tile_product<2, 2>(a, step, b[0] + at, b[1] + at, count, fresh, c);
-        else if (two)
-            tile_product<2, 1>(a, step, b[0] + at, nullptr, count, fresh, c);
-        else if (panels == 2)
-            tile_product<1, 2>(a, step, b[0] + at, b[1] + at, count, fresh, c);
+// Groups of one or two panels, `CACHED_GROUPS` at most, as tiles read them.
+struct Slice {
+    int64_t panel, panels, first, count;
+    const uint32_t* b[2];
+};
+
+// The slices of panels [first, end), two panels at a time. Those of FP4 and FP8 are expanded, the
+// next one in pieces between the products of the present one: tiles work beside the vector units.
+class Slices {
+   public:
+    // up > 0: behind each two panels come those that lie `up` further on.
+    Slices(const Weight& w, int64_t first, int64_t end, int64_t row_tiles, int64_t up = 0)
+        : w_(w), groups_(w.groups()), end_(end), up_(up) {
+        const int64_t most = has_scale(w.kind) || row_tiles > 2 ? CACHED_GROUPS : groups_;
+        count_ = std::min(most, groups_);
+        if (has_scale(w.kind)) rooms_ = scratch<8, uint32_t>(4 * count_ * group_words(BF16));
+        start(first, 0);
+        const int64_t products = (row_tiles + 1) / 2;
+        piece_ = (2 * count_ + products - 1) / products;
+    }
+    Slice take() {
+        expand(2 * count_);
+        const Slice slice = next_;
+        if (next_.first + count_ < groups_)
+            start(next_.panel, next_.first + count_);
+        else if (up_ && !is_up_)
+            is_up_ = true, start(next_.panel + up_, 0);
         else
-            tile_product<1, 1>(a, step, b[0] + at, nullptr, count, fresh, c);
+            start(next_.panel + 2 - (is_up_ ? up_ : 0), 0), is_up_ = false;
+        return slice;
+    }
+    void go_on() { expand(piece_); }
+
+   private:
+    void start(int64_t panel, int64_t first) {
+        const int64_t end = is_up_ ? end_ + up_ : end_;
+        next_ = {panel, std::min<int64_t>(2, end - panel), first, std::min(count_, groups_ - first), {}};
+        done_ = 0;
+        for (int64_t i = 0; i < next_.panels; i++)
+            next_.b[i] = rooms_ ? rooms_ + (2 * turn_ + i) * count_ * group_words(BF16)
+                                : w_.panel(panel + i) + first * group_words(BF16);
+        turn_ = !turn_;
+    }
+    void expand(int64_t some) {
+        if (!rooms_) return;
+        for (; some > 0 && done_ < next_.panels * next_.count; some--, done_++) {
+            const int64_t i = done_ / next_.count, g = done_ % next_.count;
+            expand_groups(w_, next_.panel + i, next_.first + g, 1,
+                          (uint32_t*)next_.b[i] + g * group_words(BF16));
+        }
+    }
+    const Weight w_;
+    const int64_t groups_, end_, up_;
+    int64_t count_, piece_, done_ = 0;
+    uint32_t* rooms_ = nullptr;  // two by turns, each of two panels
+    bool is_up_ = false, turn_ = false;
+    Slice next_;
+};
+
+// Sums of all tiles of rows with the next two panels: for each tile those of the first panel, then of
+// the second.
+static void tile_sums(const uint16_t* rows, int64_t row_tiles, int64_t groups, Slices& weights,
+                      float* sums) {
+    const int64_t step = groups * TILE_HALVES;
+    for (int64_t done = 0; done < groups;) {
+        const Slice s = weights.take();
+        for (int64_t tile = 0; tile < row_tiles; tile += 2) {
+            const uint16_t* a = rows + tile * step + s.first * TILE_HALVES;
+            float* c = sums + tile * 512;
+            const bool two = tile + 1 < row_tiles, fresh = s.first == 0;
+            if (two && s.panels == 2)
+                tile_product<2, 2>(a, step, s.b[0], s.b[1], s.count, fresh, c);
+            else if (two)
+                tile_product<2, 1>(a, step, s.b[0], nullptr, s.count, fresh, c);
+            else if (s.panels == 2)
+                tile_product<1, 2>(a, step, s.b[0], s.b[1], s.count, fresh, c);
+            else
+                tile_product<1, 1>(a, step, s.b[0], nullptr, s.count, fresh, c);
+            weights.go_on();
+        }
+        done += s.count;
     }
 }
 
-// Sums of tiles (pairs of panels one after the other, in each the tiles of all rows) to their rows.
+// Sums of up to eight panels to their rows: column `c` of the target and those behind it.
 template <bool bf16>
 static void tile_results(const float* sums, int64_t rows, int64_t row_tiles, int64_t panels,
-                         const Target& out, int64_t width) {
+                         const Target& out, int64_t c, int64_t width) {
+    const bool is_whole = panels == BATCH_PANELS && width >= BATCH_PANELS * LANES;
     for (int64_t r = 0; r < rows; r++) {
         const float* from = sums + r / TILE_ROWS * 512 + r % TILE_ROWS * LANES;
-        float* to = out.row(r);
-        for (int64_t i = 0; i < panels; i++) {
+        const int64_t place = out.place(r) + c;
+        const auto result = [&](int64_t i) {
             const F v = load(from + i / 2 * row_tiles * 512 + i % 2 * 256);
-            store_part(to + i * LANES, bf16 ? round_bf16(v) : v, width - i * LANES);
+            return bf16 ? round_bf16(v) : v;
+        };
+        if (out.halves) {
+            for (int64_t i = 0; i < panels; i += 2)
+                store_halves_past(out.halves + place + i * LANES, result(i), result(i + 1));
+        } else if (is_whole && out.is_large) {
+#pragma GCC unroll 8
+            for (int64_t i = 0; i < BATCH_PANELS; i++) store_past(out.data + place + i * LANES, result(i));
+        } else if (is_whole) {
+#pragma GCC unroll 8
+            for (int64_t i = 0; i < BATCH_PANELS; i++) store(out.data + place + i * LANES, result(i));
+        } else {
+            for (int64_t i = 0; i < panels; i++)
+                store_part(out.data + place + i * LANES, result(i), width - i * LANES);
         }
     }
 }
 
 static void multiply_tiles(const uint16_t* rows_in, int64_t rows, const Weight& w, int64_t first,
                            int64_t end, const Target& out) {
-    const int64_t groups = w.groups(), row_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
-    const int64_t size = groups * group_words(BF16), batch_sums = row_tiles * 512;
-    const bool expands = has_scale(w.kind);
-    uint32_t* room = expands ? scratch<8, uint32_t>(2 * size) : nullptr;
-    float* sums = scratch<9, float>(batch_sums * BATCH_PANELS / 2);
-    const int64_t count = row_tiles > 2 ? CACHED_GROUPS : groups;
+    const int64_t row_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, pair_sums = row_tiles * 512;
+    float* sums = scratch<9, float>(pair_sums * BATCH_PANELS / 2);
+    const auto put = out.bf16 ? tile_results<true> : tile_results<false>;
     configure_tiles(rows < TILE_ROWS ? rows : TILE_ROWS);
+    Slices weights(w, first, end, row_tiles);
     for (int64_t batch = first; batch < end; batch += BATCH_PANELS) {
-        const int64_t batch_end = std::min(batch + BATCH_PANELS, end);
-        for (int64_t panel = batch; panel < batch_end; panel += 2) {
-            const int64_t panels = batch_end - panel < 2 ? 1 : 2;
-            const uint32_t* b[2] = {w.panel(panel), w.panel(panel) + (expands ? 0 : size)};
-            if (expands)
-                for (int64_t i = 0; i < panels; i++) {
-                    expand_panel(w, panel + i, room + i * size);
-                    b[i] = room + i * size;
-                }
-            asm volatile("" ::: "memory");  // the tile intrinsics do not say that they read and write
-            for (int64_t g = 0; g < groups; g += count)
-                tile_panels(rows_in, row_tiles, b, panels, groups, g, std::min(count, groups - g),
-                            sums + (panel - batch) / 2 * batch_sums);
-            asm volatile("" ::: "memory");
-        }
-        Target to = out;
-        to.data += (batch - first) * LANES;
-        const auto put = out.bf16 ? tile_results<true> : tile_results<false>;
-        put(sums, rows, row_tiles, batch_end - batch, to, w.outer - batch * LANES);
+        const int64_t panels = std::min(BATCH_PANELS, end - batch);
+        for (int64_t i = 0; i < panels; i += 2)
+            tile_sums(rows_in, row_tiles, w.groups(), weights, sums + i / 2 * pair_sums);
+        put(sums, rows, row_tiles, panels, out, (batch - first) * LANES, w.outer - batch * LANES);
     }
+    if (out.is_large || out.halves) end_of_stores_past();
     _tile_release();
 }
 

@@ -208,10 +208,10 @@ INLINE void expand_group(const uint32_t* group, const uint8_t* scales, uint32_t*
         }
 }
 
-// A panel of FP4 or FP8 as one of BF16: `groups() * group_words(BF16)` words.
-static void expand_panel(const Weight& w, int64_t panel, uint32_t* to) {
+// Groups [first, first + count) of a panel of FP4 or FP8 as BF16: `group_words(BF16)` words each.
+static void expand_groups(const Weight& w, int64_t panel, int64_t first, int64_t count, uint32_t* to) {
     const uint32_t* data = w.panel(panel);
-    for (int64_t g = 0; g < w.groups(); g++, to += group_words(BF16))
+    for (int64_t g = first; g < first + count; g++, to += group_words(BF16))
         if (w.kind == FP4)
             expand_group<FP4>(group_at<FP4>(data, g), scales_at<FP4>(data, g), to);
         else

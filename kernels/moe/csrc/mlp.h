@@ -37,6 +37,7 @@ struct Part {
     const float* shares;
     float* out;
     Middle middle;
+    uint16_t* out_halves = nullptr;  // instead of `out`, of tiles
     const uint16_t* halves = nullptr;  // of all tokens, row by row: `x` is to be made of them
     int64_t first_row = 0;             // without `order` and index
 
@@ -45,7 +46,10 @@ struct Part {
     // Column `c` of the rows' results.
     Target target(int64_t c) const {
         const int64_t width = mlp.w2.outer;
-        return {out + (order ? 0 : first_row) * width + c, width, mlp.bf16, order};
+        const int64_t at = (order ? 0 : first_row) * width + c;
+        Target to{out + at, width, mlp.bf16, order};
+        if (out_halves) to.halves = out_halves + at;
+        return to;
     }
     int64_t input_halves() const { return tile_halves(rows, mlp.w13.groups()); }
     int64_t middle_halves() const { return tile_halves(rows, mlp.w2.groups()); }
@@ -84,16 +88,11 @@ INLINE F activate(const Mlp& e, F gate, F up, bool has_share, float share) {
 }
 
 // The group of channels [k, k + 32) of row r, from its gate and up.
-INLINE void put_middle(const Part& part, int64_t r, int64_t k, const float* gate, const float* up) {
+INLINE void put_middle(const Part& part, int64_t r, int64_t k, const F (&gate)[2], const F (&up)[2]) {
     const Mlp& e = part.mlp;
-    const int64_t left = e.w2.inner - k;
-    F h[2] = {};
-    for (int i = 0; i < 2; i++) {
-        const int64_t some = left - i * LANES;
-        if (some <= 0) break;
-        F a = load_part(gate + i * LANES, some), b = load_part(up + i * LANES, some);
-        h[i] = activate(e, a, b, part.order != nullptr, part.share(r));
-    }
+    F h[2];
+    for (int i = 0; i < 2; i++)
+        h[i] = activate(e, gate[i], up[i], part.order != nullptr, part.share(r));
     if (e.bf16) round_fp8_32(h[0], h[1]);
     if (part.middle.tiles) {
         const int64_t groups = e.w2.groups();
@@ -103,6 +102,35 @@ INLINE void put_middle(const Part& part, int64_t r, int64_t k, const float* gate
         store(to, h[0]), store(to + LANES, h[1]);
     }
 }
+INLINE void put_middle(const Part& part, int64_t r, int64_t k, const float* gate, const float* up) {
+    const int64_t left = part.mlp.w2.inner - k;
+    F a[2] = {}, b[2] = {};
+    for (int64_t i = 0; i < 2 && left > i * LANES; i++)
+        a[i] = load_part(gate + i * LANES, left - i * LANES), b[i] = load_part(up + i * LANES, left - i * LANES);
+    put_middle(part, r, k, a, b);
+}
+
+#if defined(HAVE_TILES)
+// `gate_up` in tiles, whose sums it reads where they are.
+static void gate_up_tiles(const Part& part, int64_t first, int64_t end) {
+    const Mlp& e = part.mlp;
+    const int64_t row_tiles = (part.rows + TILE_ROWS - 1) / TILE_ROWS, panels = UNIT / LANES;
+    float *gates = scratch<9, float>(2 * row_tiles * 512), *ups = gates + row_tiles * 512;
+    configure_tiles(std::min(part.rows, TILE_ROWS));
+    Slices weights(e.w13, first * panels, end * panels, row_tiles, e.w2.inner / LANES);
+    for (int64_t unit = first; unit < end; unit++) {
+        tile_sums(part.x.tiles, row_tiles, e.w13.groups(), weights, gates);
+        tile_sums(part.x.tiles, row_tiles, e.w13.groups(), weights, ups);
+        for (int64_t r = 0; r < part.rows; r++) {
+            const int64_t at = r / TILE_ROWS * 512 + r % TILE_ROWS * LANES;
+            const F gate[2] = {round_bf16(load(gates + at)), round_bf16(load(gates + at + 256))};
+            const F up[2] = {round_bf16(load(ups + at)), round_bf16(load(ups + at + 256))};
+            put_middle(part, r, unit * UNIT, gate, up);
+        }
+    }
+    _tile_release();
+}
+#endif
 
 // Units [first, end) of the first product, and what they become for the second.
 static void gate_up(const Part& part, int64_t first, int64_t end) {
@@ -116,6 +144,9 @@ static void gate_up(const Part& part, int64_t first, int64_t end) {
                 put_middle(part, r, k, both + r * 2 * inter + k, both + r * 2 * inter + inter + k);
         return;
     }
+#if defined(HAVE_TILES)
+    if (part.x.tiles && e.bf16) return gate_up_tiles(part, first, end);
+#endif
     float* both = scratch<6, float>(part.rows * 2 * UNIT);
     const int64_t panels = UNIT / LANES, up = inter / LANES;
     for (int64_t unit = first; unit < end; unit++) {

@@ -14,25 +14,19 @@ struct Slots {
     int64_t tokens, top_k, first_expert, num_local;
     float* out;
     int64_t count() const { return tokens * top_k; }
+    int64_t local(int64_t i) const { return ids[i] - first_expert; }
+    bool is_local(int64_t i) const { return local(i) >= 0 && local(i) < num_local; }
 };
 
-// Slots of the experts held here, by expert, in order; those of others are zeroed.
-static void sort_slots(const Slots& s, int64_t hidden, std::vector<int64_t>& ends,
-                       std::vector<int64_t>& order) {
+// Slots of the experts held here, by expert, in order.
+static void sort_slots(const Slots& s, std::vector<int64_t>& ends, std::vector<int64_t>& order) {
     ends.assign(s.num_local + 1, 0), order.resize(s.count());
-    for (int64_t i = 0; i < s.count(); i++) {
-        const int64_t local = s.ids[i] - s.first_expert;
-        if (local >= 0 && local < s.num_local)
-            ends[local + 1]++;
-        else
-            std::memset(s.out + i * hidden, 0, hidden * 4);
-    }
+    for (int64_t i = 0; i < s.count(); i++)
+        if (s.is_local(i)) ends[s.local(i) + 1]++;
     for (int64_t e = 0; e < s.num_local; e++) ends[e + 1] += ends[e];
     std::vector<int64_t> starts(ends.begin(), ends.end());
-    for (int64_t i = 0; i < s.count(); i++) {
-        const int64_t local = s.ids[i] - s.first_expert;
-        if (local >= 0 && local < s.num_local) order[starts[local]++] = i;
-    }
+    for (int64_t i = 0; i < s.count(); i++)
+        if (s.is_local(i)) order[starts[s.local(i)]++] = i;
 }
 
 // Few rows an expert: weights stream once, in pieces that all threads share.
@@ -93,17 +87,17 @@ static void run_deep(std::vector<Part>& parts, int64_t threads) {
             part.middle.rows = scratch<2, float>(part.rows * part.middle.stride);
         }
         gate_up(part, 0, part.mlp.units());
-        for (int64_t p = 0; p < part.mlp.w2.panels(); p += PANEL_JOB)
-            down(part, p, std::min(p + PANEL_JOB, part.mlp.w2.panels()));
+        down(part, 0, part.mlp.w2.panels());
     });
 }
 
-// Routed experts into slots (top_k 0: none) and the shared one into `shared_out` (null: none).
-static void run_experts(const float* x, const Slots& slots, const Mlp& routed, const Mlp& shared,
-                        float* shared_out, int64_t threads) {
+// Routed experts into slots (top_k 0: none) and the shared one into `shared_out` (null: none). If
+// `may_halve`, all of these may be stored in bfloat16 from where they begin, which is returned.
+static bool run_experts(const float* x, const Slots& slots, const Mlp& routed, const Mlp& shared,
+                        float* shared_out, bool may_halve, int64_t threads) {
     const int64_t tokens = slots.tokens, hidden = routed.w13.inner, stride = row_stride(hidden);
     std::vector<int64_t> ends, order, token_of;
-    sort_slots(slots, hidden, ends, order);
+    sort_slots(slots, ends, order);
     token_of.resize(ends[slots.num_local]);
     for (size_t i = 0; i < token_of.size(); i++) token_of[i] = order[i] / slots.top_k;
 
@@ -123,7 +117,6 @@ static void run_experts(const float* x, const Slots& slots, const Mlp& routed, c
     if (shared_out && tokens) add(shared, 0, tokens, true);
     for (int64_t e = 0; e < slots.num_local; e++)
         if (ends[e + 1] > ends[e]) add(routed.part(e), ends[e], ends[e + 1] - ends[e], false);
-    if (parts.empty()) return;
     if (work < MIN_WORK) threads = 1;
 
     const bool deep = rows >= DEEP_ROWS * (int64_t)parts.size() &&
@@ -134,6 +127,10 @@ static void run_experts(const float* x, const Slots& slots, const Mlp& routed, c
     };
     const bool any = std::any_of(parts.begin(), parts.end(), takes_tiles);
     const bool all = std::all_of(parts.begin(), parts.end(), takes_tiles);
+    const bool in_halves = may_halve && deep && all && hidden % GROUP == 0;
+    const int64_t bytes = hidden * (in_halves ? sizeof(uint16_t) : sizeof(float));
+    for (int64_t i = 0; i < slots.count(); i++)
+        if (!slots.is_local(i)) std::memset((char*)slots.out + i * bytes, 0, bytes);
     uint16_t* halves = any ? scratch<0, uint16_t>(tokens * stride) : nullptr;
     float* floats = all ? nullptr : scratch<0, float>(tokens * stride);
     const Rounding rounding = routed.bf16 ? TO_FP8 : NONE;
@@ -142,15 +139,35 @@ static void run_experts(const float* x, const Slots& slots, const Mlp& routed, c
         if (halves) prepare_halves(row, hidden, rounding, GROUP, halves + t * stride);
         if (floats) prepare_row(row, hidden, rounding, floats + t * stride);
     });
-    for (Part& part : parts)
+    for (Part& part : parts) {
         if (takes_tiles(part))
             part.halves = halves;
         else
             part.x.data = floats;
+        if (in_halves) part.out_halves = (uint16_t*)part.out;
+    }
     if (deep)
         run_deep(parts, threads);
     else
         run_wide(parts, threads);
+    return in_halves;
+}
+
+// `combine` of slots and shared rows in bfloat16, many of them.
+static void combine_halves(const uint16_t* slots, int64_t tokens, int64_t top_k, int64_t hidden,
+                           const uint16_t* shared, float* out, int64_t threads) {
+    parallel((tokens + LANES - 1) / LANES, threads, [&](int64_t some) {
+        for (int64_t t = some * LANES; t < std::min(tokens, (some + 1) * LANES); t++) {
+            const uint16_t* from = slots + t * top_k * hidden;
+            for (int64_t c = 0; c < hidden; c += LANES) {
+                F sum = from_halves(from + c);
+                for (int64_t k = 1; k < top_k; k++) sum += from_halves(from + k * hidden + c);
+                sum += from_halves(shared + t * hidden + c);
+                store_past(out + t * hidden + c, round_bf16(sum));
+            }
+        }
+        end_of_stores_past();
+    });
 }
 
 // out[token] = slots added in order of k (ascending expert id), then `shared`, if any.
@@ -172,7 +189,7 @@ EXPORT void expert_mlp(const float* x, int64_t rows, const uint32_t* w13, int64_
                        const uint32_t* w2, int64_t kind2, int64_t hidden, int64_t inter,
                        float limit, int64_t bf16, float* out, int64_t threads) {
     const Mlp mlp = make_mlp(w13, kind13, w2, kind2, hidden, inter, limit, bf16);
-    run_experts(x, {nullptr, nullptr, rows, 0, 0, 0, nullptr}, mlp, mlp, out, threads);
+    run_experts(x, {nullptr, nullptr, rows, 0, 0, 0, nullptr}, mlp, mlp, out, false, threads);
 }
 
 // slots[token, k] = the share-weighted output of expert ids[token, k]; zero if it is not here.
@@ -182,7 +199,7 @@ EXPORT void routed_experts(const float* x, const int64_t* ids, const float* shar
                            int64_t inter, float limit, int64_t bf16, float* slots, int64_t threads) {
     const Mlp mlp = make_mlp(w13, kind13, w2, kind2, hidden, inter, limit, bf16);
     run_experts(x, {ids, shares, tokens, top_k, first_expert, num_local, slots}, mlp, mlp, nullptr,
-                threads);
+                false, threads);
 }
 
 // Both in one pass over the weights, added up. `slots` and `shared_rows` are room to work in.
@@ -195,8 +212,11 @@ EXPORT void all_experts(const float* x, const int64_t* ids, const float* shares,
     const Mlp routed = make_mlp(w13, kind13, w2, kind2, hidden, inter, limit, bf16);
     const Mlp shared =
         make_mlp(shared13, shared_kind13, shared2, shared_kind2, hidden, shared_inter, limit, bf16);
-    run_experts(x, {ids, shares, tokens, top_k, 0, num_local, slots}, routed, shared, shared_rows,
-                threads);
+    const bool in_halves = run_experts(x, {ids, shares, tokens, top_k, 0, num_local, slots}, routed,
+                                       shared, shared_rows, top_k > 0 && bf16, threads);
+    if (in_halves)
+        return combine_halves((const uint16_t*)slots, tokens, top_k, hidden,
+                              (const uint16_t*)shared_rows, out, threads);
     combine(slots, tokens, top_k, hidden, shared_rows, bf16, out, tokens > FEW_TOKENS ? threads : 1);
 }
 

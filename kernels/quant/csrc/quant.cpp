@@ -6,6 +6,7 @@
 
 constexpr int64_t BLOCK_ROWS = 96, BLOCK_TILE_ROWS = 512;  // prepared at once: they stay in level 2
 constexpr int64_t CHUNKS = 4;        // of a weight, for each thread
+constexpr int64_t LARGE = 1 << 18;   // floats of a result, of which a cache of level 2 keeps nothing
 
 // Asks for huge pages for memory that is not yet written: page tables slow down a stream of weights.
 EXPORT void advise_huge(char* data, int64_t bytes) {
@@ -107,8 +108,9 @@ EXPORT void linear(const float* x, int64_t x_stride, int64_t rows, const uint32_
             const int64_t g = item / chunks, begin = item % chunks * chunk;
             const Rows in{in_tiles ? nullptr : floats + g * count * stride, stride, nullptr,
                           in_tiles ? tiles + g * halves : nullptr};
-            multiply_panels(in, count, all.part(g), begin, std::min(begin + chunk, panels),
-                            out + first * out_stride + g * outer + begin * LANES, out_stride, bf16_out);
+            Target to{out + first * out_stride + g * outer + begin * LANES, out_stride, !!bf16_out};
+            to.is_large = rows * out_stride >= LARGE;
+            multiply_panels(in, count, all.part(g), begin, std::min(begin + chunk, panels), to);
         });
     }
 }
