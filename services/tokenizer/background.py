@@ -110,8 +110,10 @@ class Background:
             elif record is None:
                 self._fail(request, ErrorCode.DEADLINE, SILENT, clock)
             elif record.status is not KvStatus.OK:
+                is_too_large = record.status is KvStatus.INVALID
+                code = ErrorCode.INVALID if is_too_large else ErrorCode.OVERLOADED
                 detail = f"the kvstore does not keep this response: {record.detail}"
-                self._fail(request, ErrorCode.OVERLOADED, detail, clock)
+                self._fail(request, code, detail, clock)
             else:
                 self._start(request, job, clock)
                 self._answer(request, job, clock)

@@ -62,6 +62,8 @@ class Followers:
         request.withheld = request.submit.next_event
         follower = _Follower(request, follow.id, follow.after + 1, self._local(follow.id))
         self._all.append(follower)
+        if request.submit.protocol != "responses":  # the response is there, whatever comes of it
+            self._send(follower, [])
         self._pump(follower, clock)
 
     def pump(self, clock: Clock) -> None:

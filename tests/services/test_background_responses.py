@@ -82,7 +82,7 @@ class Office(Shop):
         assert isinstance(end, ResponseFailed), end
         return end
 
-    def events_of(self, rid: Rid) -> list[dict[str, Any]]:
+    def told_to(self, rid: Rid) -> list[dict[str, Any]]:
         """What one request was sent, in order and without a gap."""
         found: list[dict[str, Any]] = []
         first: int | None = None
@@ -138,7 +138,7 @@ def test_a_client_that_leaves_does_not_end_it() -> None:
     rid = shop.begin(STREAM)
     part = shop.started()
     shop.tell(part, ids_of("One"))
-    id = shop.events_of(rid)[0]["response"]["id"]
+    id = shop.told_to(rid)[0]["response"]["id"]
     shop.gateway(Cancel(rid))
     assert not shop.sent(Abort)
     shop.core.gateway_down("gateway-0", shop.clock)
@@ -158,13 +158,13 @@ def test_its_events_are_followed_from_any_point(elsewhere: bool, when: str) -> N
     part = shop.started()
     ids = [*ids_of(TEXT), EOS]
     shop.tell(part, ids[:5])
-    seen = shop.events_of(first)
+    seen = shop.told_to(first)
     id = seen[0]["response"]["id"]
     shop.wait(0.3)
     late = reader.follow(id, 3) if when != "after" else b""
     if when == "while":
         reader.wait(0.3)
-        assert numbers(reader.events_of(late)) == list(range(4, len(seen)))
+        assert numbers(reader.told_to(late)) == list(range(4, len(seen)))
     shop.tell(part, ids[5:], 5)
     shop.scheduler(Finished(part.rid, FinishReason.STOP, len(ids)))
     if when == "after":
@@ -172,12 +172,12 @@ def test_its_events_are_followed_from_any_point(elsewhere: bool, when: str) -> N
         late = reader.follow(id, 3)
     for _ in range(4):
         reader.wait(0.3)
-    whole = shop.events_of(first)
+    whole = shop.told_to(first)
     assert isinstance(shop.end_of(first), ResponseFinished)
     assert numbers(whole) == list(range(len(whole)))
     assert whole[-1]["type"] == "response.completed"
     assert text_of(whole[-1]["response"]) == TEXT
-    assert reader.events_of(late) == whole[4:]
+    assert reader.told_to(late) == whole[4:]
     assert isinstance(reader.end_of(late), ResponseFinished)
 
 
@@ -186,21 +186,21 @@ def test_a_long_one_is_kept_in_several_records_and_deleted_with_them() -> None:
     shop, other = Office(kept), Office(kept, "tokenizer-1")
     first = shop.begin(STREAM)
     part = shop.started()
-    id = shop.events_of(first)[0]["response"]["id"] if shop.events_of(first) else ""
+    id = shop.told_to(first)[0]["response"]["id"] if shop.told_to(first) else ""
     ids = [*ids_of(TEXT) * 20, EOS]
     for at in range(0, len(ids), 50):
         shop.tell(part, ids[at : at + 50], at)
-        shop.gateway(Credit(first, len(shop.events_of(first))))
+        shop.gateway(Credit(first, len(shop.told_to(first))))
         shop.wait(0.3)
     shop.scheduler(Finished(part.rid, FinishReason.STOP, len(ids)))
-    whole = shop.events_of(first)
+    whole = shop.told_to(first)
     id = whole[0]["response"]["id"]
     assert len(whole) > 2 * CHUNK_EVENTS
     late = other.follow(id)
     for _ in range(10):
-        other.gateway(Credit(late, len(other.events_of(late))))
+        other.gateway(Credit(late, len(other.told_to(late))))
         other.wait(0.3)
-    assert other.events_of(late) == whole
+    assert other.told_to(late) == whole
     assert sum(name.startswith(id) for name, _ in kept) > 3
     other.get("response_delete", id)
     assert not any(name.startswith(id) for name, _ in kept)
@@ -215,9 +215,9 @@ def test_a_follower_gets_no_more_than_it_takes() -> None:
     first = shop.begin(STREAM)
     part = shop.started()
     shop.tell(part, ids_of(TEXT) * 10)
-    assert len(shop.events_of(first)) == 32
+    assert len(shop.told_to(first)) == 32
     shop.gateway(Credit(first, 20))
-    assert len(shop.events_of(first)) == 52
+    assert len(shop.told_to(first)) == 52
     shop.wait(61)  # the response itself waits for nobody
     assert not shop.sent(Abort)
 
@@ -230,7 +230,7 @@ def test_a_restarted_tokenizer_takes_up_what_it_ran() -> None:
     stream = shop.begin(STREAM)
     streamed = shop.started()
     shop.tell(streamed, ids_of("One, two"))
-    events = shop.events_of(stream)
+    events = shop.told_to(stream)
     shop.wait(0.3)
     again = Office(kept)
     parts = again.sent(Generate)
@@ -243,7 +243,7 @@ def test_a_restarted_tokenizer_takes_up_what_it_ran() -> None:
     late = again.follow(events[0]["response"]["id"])
     again.wait(0.3)
     again.wait(0.3)
-    whole = again.events_of(late)
+    whole = again.told_to(late)
     assert whole[: len(events)] == events
     assert whole[-1]["type"] == "response.completed"
     assert not Office(kept).sent(Generate)  # it is over
@@ -255,13 +255,13 @@ def test_a_request_that_comes_again_begins_nothing_twice() -> None:
     first = shop.begin(STREAM, rid=5)
     part = shop.started()
     shop.tell(part, ids_of("One, two"))
-    num_seen = len(shop.events_of(first))
+    num_seen = len(shop.told_to(first))
     again = other.begin(STREAM, rid=5, next_event=num_seen)  # the gateway has lost the first one
     assert not other.sent(Generate)
     shop.finish(part)
     for _ in range(4):
         other.wait(0.3)
-    rest = numbers(other.events_of(again))
+    rest = numbers(other.told_to(again))
     assert rest == list(range(num_seen, num_seen + len(rest)))
     assert isinstance(other.end_of(again), ResponseFinished)
 
@@ -296,7 +296,7 @@ def test_who_follows_hears_of_its_cancellation() -> None:
     part = shop.started()
     shop.tell(part, ids_of("One, two"))
     shop.wait(0.3)
-    id = shop.events_of(first)[0]["response"]["id"]
+    id = shop.told_to(first)[0]["response"]["id"]
     late = other.follow(id)
     other.get("response_cancel", id)
     shop.scheduler(Finished(part.rid, FinishReason.ABORT, 0))
@@ -338,6 +338,15 @@ def test_nothing_is_promised_that_is_not_kept() -> None:
     assert not shop.sent(Generate)
 
 
+def test_one_that_is_too_large_to_be_kept_is_refused() -> None:
+    shop = Office({})
+    shop.most_bytes = 3000
+    failed = shop.failure(shop.begin({**PLAIN, "input": "word " * 1000}))
+    assert (failed.code, "3000" in failed.detail) == (ErrorCode.INVALID, True)
+    assert not shop.sent(Generate)
+    shop.answer(shop.begin(PLAIN))
+
+
 def test_a_process_runs_so_many_and_a_key_has_its_part_of_them() -> None:
     tokenizer = msgspec.structs.replace(CONFIG.tokenizer, max_background=3)
     gateway = msgspec.structs.replace(CONFIG.gateway, key_max_requests=2)
@@ -369,14 +378,14 @@ def test_a_kvstore_that_lost_its_records_is_told_again() -> None:
     rid = shop.begin(STREAM)
     part = shop.started()
     shop.tell(part, ids_of("One, two"))
-    id = shop.events_of(rid)[0]["response"]["id"]
+    id = shop.told_to(rid)[0]["response"]["id"]
     kept.clear()
     shop.core.store_up(shop.clock)
     shop.wait(0.3)
     other = Office(kept, "tokenizer-1")
     late = other.follow(id)
     other.wait(0.3)
-    assert other.events_of(late) == shop.events_of(rid)
+    assert other.told_to(late) == shop.told_to(rid)
 
 
 def test_a_thinking_budget_holds_in_the_background_too() -> None:

@@ -44,6 +44,7 @@ class Shop(Desk):
     def __init__(self, kept: Kept, config: Config = CONFIG) -> None:
         super().__init__(config)
         self.kept, self.is_open, self._number = kept, True, 0
+        self.most_bytes = 1 << 20  # of a record
 
     def ask(
         self, protocol: str, body: dict[str, Any], owner: str = "me"
@@ -103,6 +104,11 @@ class Shop(Desk):
     def _store(self, order: PutRecord | GetRecord | DropRecord) -> Record:
         key, data, status = (order.id, order.owner), b"", KvStatus.OK
         match order:
+            case PutRecord() if len(order.data) > self.most_bytes:
+                detail = f"a record may have {self.most_bytes}"
+                return Record(
+                    order.op_id, KvStatus.INVALID, order.kind, order.id, order.owner, detail=detail
+                )
             case PutRecord():
                 self.kept[key] = order.data
             case GetRecord():
