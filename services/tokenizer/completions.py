@@ -144,6 +144,9 @@ class CompletionStream:
         self._vocabulary = vocabulary
         self._silent_ids = silent_ids  # end, stop and control ids: counted, never shown
         self._detokenizer = Detokenizer(vocabulary)
+        # The output may end a character that the prompt has begun, with 3 bytes at most.
+        known = self._prompt_ids if request.echo else self._prompt_ids[-3:]
+        self._echo = self._detokenizer.push_all(known)
         self._stops = StopMatcher(request.stops, keep=request.settings.stop_in_text)
         self._cached_tokens = 0
         self._completion_tokens = 0
@@ -166,8 +169,7 @@ class CompletionStream:
         self.head["system_fingerprint"] = self.fingerprint or None
         if not self._request.echo:
             return []
-        text = self._vocabulary.text_of(self._prompt_ids)
-        logprobs = None
+        text, logprobs = self._echo, None
         if self._request.settings.n_logprobs >= 0:
             logprobs = self._describe_prompt()
         self._offset = len(text)

@@ -1,6 +1,7 @@
 """Token ids -> text without the recipe: whole characters only, stop strings held back."""
 
 import codecs
+from collections.abc import Iterable
 
 from services.tokenizer.vocabulary import Vocabulary
 
@@ -11,6 +12,10 @@ class Detokenizer:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push_all(self, token_ids: Iterable[int]) -> str:
+        """What these tokens complete."""
+        return self._decoder.decode(b"".join(map(self._vocabulary.bytes_of, token_ids)))
 
     def push(self, token_id: int) -> str:
         """What this token completes; an unfinished character at the very end is never shown."""
