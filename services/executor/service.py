@@ -1,5 +1,6 @@
 """The executor's loop: dials its scheduler, obeys its orders, sends back what the device says."""
 
+import contextlib
 import gc
 import logging
 import math
@@ -154,7 +155,11 @@ class ExecutorService:
         """
         try:
             while not self._stopping and not self._is_drained():
-                for event in self._inbox.wait(IDLE_S):
+                events = self._inbox.wait(IDLE_S)
+                # before the next step begins: it would keep the core from the thread that sends
+                with contextlib.suppress(GroupLost):  # comes again behind the mail
+                    self._send_all_results()
+                for event in events:
                     self._on_event(event)
                 self._report_loading()
                 self._send_results()

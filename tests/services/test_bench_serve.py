@@ -464,8 +464,28 @@ def test_a_mesh_is_compared_with_its_executor_alone() -> None:
     options = ["--mesh", "--quick", "--concurrency", "4", "--output-tokens", "16"]
     done = bench(*options, "--no-store", "--json", timeout_s=280)
     assert done.returncode == 0, done.stderr
-    (case,) = json.loads(done.stdout)["cases"]
+    found = json.loads(done.stdout)
+    (case,) = found["cases"]
+    assert found["ok"]
+    assert (found["command"], case["mode"]) == ("bench serve", "mesh")
+    assert (case["concurrency"], case["requests"], case["errors"]) == (4, 4, 0)
+    assert case["output_tokens_mean"] == 16
+    for figure in ("ttft_ms", "itl_ms", "e2e_ms"):
+        assert 0 < case[f"{figure}_p50"] <= case[f"{figure}_p99"]
+    services = {"gateway", "tokenizer", "scheduler", "executor", "client"}
+    assert set(case["cpu_us_per_token"]) >= services
+    assert {target["key"] for target in found["config"]["targets"]} == {
+        "share_of_offline",
+        "idle_ttft_over_ms",
+        "long_itl_rise",
+    }
     assert 0 < case["share_of_offline"] < 1.5
-    assert case["idle_ttft_ms_p50"] > case["executor_ttft_ms_p50"] > 0
-    assert case["steady_itl_ms_p99"] > 0
-    assert len(case["long_ttft_ms"]) == case["long_prompts"]
+    assert case["tokens_per_s"] == pytest.approx(
+        case["share_of_offline"] * case["offline_tokens_per_s"], rel=0.01
+    )
+    over_ms = case["idle_ttft_ms_p50"] - case["executor_ttft_ms_p50"]
+    assert case["executor_ttft_ms_p50"] > 0
+    assert case["idle_ttft_over_ms"] == pytest.approx(over_ms, abs=0.01)
+    assert over_ms > 0
+    assert 0 < case["steady_itl_ms_p50"] <= case["steady_itl_ms_p99"]
+    assert len(case["long_ttft_ms"]) == case["long_prompts"] == 5
