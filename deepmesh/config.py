@@ -153,7 +153,7 @@ class TelemetryConfig(Section, frozen=True):
 class SupervisorConfig(Section, frozen=True):
     """[supervisor]: `deepmesh up`."""
 
-    start_timeout_s: float = 120.0
+    start_timeout_s: float = 120.0  # without being further with loading; then `up` gives up
     restart: bool = True
     backoff_s: float = 0.2  # doubles up to 5 s
     stop_timeout_s: float = 10.0

@@ -22,6 +22,7 @@ from deepmesh.gateway_address import (
     with_free_port,
 )
 from deepmesh.hangs import HangWatch
+from deepmesh.loading import LOG_LINES, Loading, loading_of
 from deepmesh.processes import USAGE_STATUS, Child, Command, mesh_addresses, mesh_commands
 from deepmesh.run_dir import MeshRecord, RunDir, tail
 
@@ -136,10 +137,12 @@ class Mesh:
         """Block until the gateway says that it can serve; `on_poll` draws progress.
 
         Raises:
-            MeshError: a process keeps ending, or `supervisor.start_timeout_s` has passed.
+            MeshError: a process keeps ending, or `supervisor.start_timeout_s` has passed without
+                one that is further with its model: kernels are compiled at the first start.
         """
         timeout_s = self.config.supervisor.start_timeout_s
         deadline = time.monotonic() + timeout_s
+        loading = self._loading()
         while not self._is_ready():
             on_poll()
             for child in self._children.values():
@@ -151,6 +154,8 @@ class Mesh:
                 raise MeshError(f"the supervisor failed: {self._failure!r}")
             if self._stop.is_set():
                 raise MeshError("stopped before it was ready")
+            if time.monotonic() > deadline and (now := self._loading()) != loading:
+                deadline, loading = time.monotonic() + timeout_s, now
             if time.monotonic() > deadline:
                 children = list(self._children.values())
                 what = f"not ready within supervisor.start_timeout_s = {timeout_s:g} s"
@@ -159,6 +164,10 @@ class Mesh:
                 raise MeshError(self._explain(what, children))
             with self._moved:
                 self._moved.wait(POLL_S)
+
+    def _loading(self) -> dict[str, Loading | None]:
+        """How far each process is."""
+        return {n: loading_of(tail(c.log, LOG_LINES)) for n, c in self._children.items()}
 
     def request_stop(self) -> None:
         """Begin to stop (from a signal handler, too); a second call kills at once."""

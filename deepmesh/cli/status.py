@@ -1,6 +1,5 @@
 """`deepmesh status`: the processes of a running mesh, and how often each was started again."""
 
-import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,8 +7,6 @@ from typing import TYPE_CHECKING
 import typer
 
 from deepmesh.cli.options import ConfigOption, JsonOption
-
-_LINES = 20  # of a log, in which a loading process has said how far it is
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -47,6 +44,7 @@ def processes_table(record: "MeshRecord", run_dir: Path, now_s: float) -> "Table
     from rich.table import Table
 
     from deepmesh.health import FRESH_S, ready_path
+    from deepmesh.loading import LOG_LINES, loading_of
     from deepmesh.run_dir import tail
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -55,7 +53,8 @@ def processes_table(record: "MeshRecord", run_dir: Path, now_s: float) -> "Table
     for name, process in record.processes.items():
         state = state_of(process, now_s)
         if process.pid and not _is_fresh(ready_path(run_dir, name), now_s - FRESH_S):
-            state = f"{state}, {loading_words(tail(Path(process.log), _LINES)) or 'not ready'}"
+            loading = loading_of(tail(Path(process.log), LOG_LINES))
+            state = f"{state}, {loading.words if loading else 'not ready'}"
         table.add_row(
             name,
             str(process.pid or "-"),
@@ -75,20 +74,6 @@ def state_of(process: "ProcessRecord", now_s: float) -> str:
             return f"starts again in {max(0.0, process.since_s - now_s):.1f} s"
         case other:
             return other
-
-
-def loading_words(lines: list[str]) -> str:
-    """How far a process is with its model, by the last lines of its log; empty: it is not at it."""
-    found = None
-    for line in lines:
-        if " loaded in " in line:
-            found = None
-        else:
-            found = re.search(r"loading: (.+) (\d+) of (\d+)", line) or found
-    if found is None:
-        return ""
-    what, done, total = found[1], int(found[2]), int(found[3])
-    return f"loading {what} {100 * done // max(total, 1)} %"
 
 
 def _is_fresh(ready: Path, since_s: float) -> bool:

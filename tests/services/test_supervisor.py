@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -150,6 +151,23 @@ def test_a_start_that_takes_too_long_names_the_limit(tmp_path: Path) -> None:
     with pytest.raises(MeshError, match=r"supervisor.start_timeout_s = 0.2 s"), mesh:
         pass
     assert mesh.pids == {"gateway-0": 0}
+
+
+def test_a_start_that_gets_on_is_given_more_time(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "[supervisor]\nstart_timeout_s = 0.2\n")
+    log = tmp_path / "run" / "logs" / "executor-0.log"
+    began, looks = time.monotonic(), 0
+
+    def is_ready() -> bool:
+        nonlocal looks
+        looks += 1
+        with log.open("a") as file:
+            file.write(f"T INFO executor-0 loading: kernels {looks} of 9999\n")
+        return time.monotonic() - began > 1.0
+
+    argv = [sys.executable, SMALL_CHILD, "serves", str(tmp_path), "executor-0"]
+    with Mesh(config, commands=[Command("executor-0", "executor", argv)], is_ready=is_ready):
+        assert looks > 5
 
 
 def test_stops_against_the_flow_of_requests(tmp_path: Path) -> None:
