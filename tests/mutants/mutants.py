@@ -28,8 +28,8 @@ MUTANTS = [
     Mutant(
         "publish-at-H",
         CORE + "results.py",
-        "if alive and reached == position <= confirmed:",
-        "if alive:",
+        "kept = alive & (reached == position) & (position <= confirmed)",
+        "kept = alive",
         "tests/core/test_speculation.py tests/core/test_endings.py",
     ),
     Mutant(

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from deepmesh.wire.messages import StepResult
 from deepmesh.wire.packed import RESULT
 
-from .group import StepRecord, StepRows
+from .group import Captures, StepRecord, StepRows
 
 
 class ProtocolError(Exception):
@@ -30,6 +30,19 @@ class Answers:
     counts: NDArray[np.int64]  # tokens of each row
     offsets: NDArray[np.int64]  # of each row's first token
     tokens: NDArray[np.int32]
+
+    def captures(self, step: StepRecord) -> tuple[Captures, NDArray[np.intp]]:
+        """What these ranks' rows were to capture, and the place of each in `rows`."""
+        captures = step.captures
+        if self.rows is step.rows or not len(captures.row):
+            return captures, captures.row
+        shifts = np.full(len(step.bounds) - 1, -1, np.int64)
+        ranks = [result.rank for result in self.results]
+        shifts[ranks] = self.starts[:-1]
+        of = np.searchsorted(step.bounds, captures.row, side="right") - 1
+        answered = shifts[of] >= 0
+        captures, of = captures.take(answered), of[answered]
+        return captures, captures.row - np.array(step.bounds)[of] + shifts[of]
 
     def at(self, row: int) -> tuple[int, int]:
         """The place in `results` of a row's result, and the row's number in there."""

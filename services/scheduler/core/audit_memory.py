@@ -34,12 +34,9 @@ def audit_memory(engine: Engine, steps: list[StepRecord], rank: int) -> None:
         held[0].append(table.global_blocks[i, : table.num_global[i]])
         held[1].append(table.window_blocks[i, table.window_start[i] : table.window_end[i]])
     pins = [table.request_at(i).deferred_state for i in here.tolist()]
-    pins += [
-        capture.state_block
-        for step in steps
-        if rank in step.pending
-        for capture in step.captures.get(rank, [])
-    ]
+    for step in steps:
+        if rank in step.pending:
+            pins += step.captures_of(rank).state_block.tolist()
     held[2].append(np.array([pin for pin in pins if pin >= 0], np.int32))
     points = memory.index.points.values()
     cached = (

@@ -26,7 +26,7 @@ class BlockPool:
         self.num_pinned = 0
         self._free = list(range(total - 1, -1, -1))
         self._fenced: dict[int, list[int]] = {}
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
 
     @property
     def num_free(self) -> int:
@@ -36,12 +36,12 @@ class BlockPool:
     @property
     def num_evictable(self) -> int:
         """Blocks that only the prefix index keeps."""
-        return len(self._evictable)
+        return len(self.evictable)
 
     @property
     def num_available(self) -> int:
         """Free blocks and those that eviction can free."""
-        return len(self._free) + len(self._evictable)
+        return len(self._free) + len(self.evictable)
 
     @property
     def num_fenced(self) -> int:
@@ -85,7 +85,7 @@ class BlockPool:
             if self.pins[block] > 0:
                 self.num_pinned -= 1
             else:
-                del self._evictable[block]
+                del self.evictable[block]
         self.held[block] += 1
 
     def release(self, block: int, fence: int) -> None:
@@ -108,7 +108,7 @@ class BlockPool:
         """A store or load begins to touch a block that is held or cached."""
         assert self.held[block] > 0 or self.cached[block] > 0, f"block {block} is free"
         if self.held[block] == 0 and self.pins[block] == 0:
-            del self._evictable[block]
+            del self.evictable[block]
             self.num_pinned += 1
         self.pins[block] += 1
 
@@ -130,12 +130,12 @@ class BlockPool:
         assert self.cached[block] > 0, f"block {block} is not cached"
         self.cached[block] -= 1
         if self.cached[block] == 0 and self.held[block] == 0 and self.pins[block] == 0:
-            del self._evictable[block]
+            del self.evictable[block]
             self.retire(block, int(self.fence[block]))
 
     def oldest_evictable(self) -> int | None:
         """The cached block that nobody has held for the longest time."""
-        return next(iter(self._evictable), None)
+        return next(iter(self.evictable), None)
 
     def advance(self, gpu_done: int) -> None:
         """All steps up to `gpu_done` are complete on the device, their tails included."""
@@ -154,12 +154,12 @@ class BlockPool:
 
     def evictable_blocks(self) -> list[int]:
         """Evictable blocks, least recently used first."""
-        return list(self._evictable)
+        return list(self.evictable)
 
     def _settle(self, block: int) -> None:
         """Neither held nor pinned any more."""
         if self.cached[block] > 0:
-            self._evictable[block] = None
+            self.evictable[block] = None
         else:
             self.retire(block, int(self.fence[block]))
 

@@ -22,13 +22,22 @@ def group_step_of(step_id: int) -> int:
     return step_id & ((1 << _STEP_BITS) - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Capture:
-    """A row whose state is copied behind the step, to keep a resumable point at `position`."""
+@dataclass(slots=True, eq=False)
+class Captures:
+    """Rows whose state is copied behind the step, to keep a resumable point at `position`."""
 
-    row: int  # of the step, all ranks counted
-    position: int
-    state_block: int
+    row: NDArray[np.intp]  # of the step, all ranks counted; ascending
+    position: NDArray[np.int64]
+    state_block: NDArray[np.int64]
+
+    @staticmethod
+    def none() -> "Captures":
+        """Of most steps."""
+        return Captures(np.empty(0, np.intp), np.empty(0, np.int64), np.empty(0, np.int64))
+
+    def take(self, which: slice | NDArray[np.bool_]) -> "Captures":
+        """Some of them."""
+        return Captures(self.row[which], self.position[which], self.state_block[which])
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +90,7 @@ class StepRecord:
     bounds: list[int]  # rank r has rows[bounds[r] : bounds[r + 1]]
     pending: set[int]  # ranks whose result has not come
     planned_ns: int
-    captures: dict[int, list[Capture]] = field(default_factory=dict[int, list[Capture]])  # by rank
+    captures: Captures = field(default_factory=Captures.none)
     state: StepState = StepState.PLANNED
     ready_ns: int = 0  # first result
     applied_ns: int = 0  # last result
@@ -93,6 +102,11 @@ class StepRecord:
     def part(self, rank: int) -> StepRows:
         """One rank's rows."""
         return self.rows.take(slice(self.bounds[rank], self.bounds[rank + 1]))
+
+    def captures_of(self, rank: int) -> Captures:
+        """Those of one rank's rows."""
+        start, end = np.searchsorted(self.captures.row, self.bounds[rank : rank + 2]).tolist()
+        return self.captures.take(slice(start, end))
 
     @property
     def num_rows(self) -> int:

@@ -34,7 +34,7 @@ class KvStores:
     def __init__(self, outbox: Outbox, *, count: int, first_op: int, lookup_s: float) -> None:
         self.counters: Counter[str] = Counter()
         self._outbox = outbox
-        self._count = count
+        self.count = count  # of the config, up or down
         self._lookup_ns = int(lookup_s * 1e9)
         self._stores: dict[int, _Store] = {}  # by index in the config
         self._next_op = first_op
@@ -146,9 +146,9 @@ class KvStores:
                 self.counters["late_lookups"] += 1
 
     def _of(self, chain: list[bytes]) -> _Store | None:
-        if not chain or not self._count:
+        if not chain or not self.count:
             return None
-        return self._stores.get(int.from_bytes(chain[0][:4], "little") % self._count)
+        return self._stores.get(int.from_bytes(chain[0][:4], "little") % self.count)
 
     def _named(self, name: str) -> _Store | None:
         return next((store for store in self._stores.values() if store.name == name), None)

@@ -11,7 +11,7 @@ from .events import Action, Note, Outgoing, RequestEnded, Send
 from .group import group_step_of
 from .readers import Readers
 from .request import Request
-from .token_rows import RID_BYTES, encode_rows, join_rows
+from .token_rows import encode_rows, join_rows
 
 Terminal = Finished | Failed
 
@@ -47,7 +47,7 @@ class Outbox:
     def add_tokens(
         self,
         peer: str,
-        rids: NDArray[np.uint8],
+        rids: NDArray[np.void],
         positions: NDArray[np.int64],
         ids: NDArray[np.int32],
     ) -> None:
@@ -56,7 +56,7 @@ class Outbox:
         if self._encodes_rows:
             self._encoded[peer] = (len(ids), encode_rows(rids, positions, ids))
             return
-        as_bytes: list[bytes] = np.ascontiguousarray(rids).view(f"V{RID_BYTES}").ravel().tolist()
+        as_bytes: list[bytes] = rids.tolist()
         words: list[bytes] = ids.astype("<i4").view("V4").tolist()
         rows += map(TokenRow, as_bytes, positions.tolist(), words)
 

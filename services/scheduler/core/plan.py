@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deepmesh.wire.messages import Pool
-
 from .residency import Residency
 
 
@@ -17,7 +15,8 @@ class Plan:
     decode: NDArray[np.intp]  # ascending
     # (index, start, end) of known ids; from P on the decode kernels compute them (two classes)
     prefill: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
-    captures: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
+    # [n, 3]: index, position and state block of points that the rows may reach
+    captures: list[NDArray[np.int64]] = field(default_factory=list[NDArray[np.int64]])
     starved: set[int] = field(default_factory=set[int])  # ranks with a row that lacks blocks only
     tried: set[int] = field(default_factory=set[int])  # phases whose residents had their chance
     held: bool = False  # rows wait for their tokenizers
@@ -30,11 +29,16 @@ class Plan:
 
     def capture(self, residency: Residency, index: int, position: int) -> bool:
         """Lease a state block for a resumable point; without one the point is not kept."""
-        block = residency.memories[index // residency.slots].take(Pool.STATE, 1)
-        if block is None:
-            return False
-        self.captures.append((index, position, block[0]))
-        return True
+        return self.capture_rows(residency, np.array([index]), np.array([position])) > 0
+
+    def capture_rows(
+        self, residency: Residency, rows: NDArray[np.intp], positions: NDArray[np.int64]
+    ) -> int:
+        """The same for many rows; how many of the points are kept."""
+        blocks = residency.take_states(rows)
+        found = np.stack([rows, positions, blocks], axis=1)[blocks >= 0]
+        self.captures.append(found)
+        return len(found)
 
     def tokens_by_rank(self, ranks: int, slots: int, width: int) -> NDArray[np.int64]:
         """Positions that the rows of each rank may write; decode rows are `width` wide."""

@@ -90,9 +90,8 @@ class Planner:
             # The row may end anywhere behind its least start: on a grid point if it is lucky.
             least = table.confirmed_kv[rows] + table.inflight_min[rows]
             crossing = end // geometry.chunk_align > least // geometry.chunk_align
-            for at in np.flatnonzero(crossing).tolist():
-                position = int(end[at]) // geometry.chunk_align * geometry.chunk_align
-                plan.capture(self._residency, int(rows[at]), position)
+            positions = end[crossing] // geometry.chunk_align * geometry.chunk_align
+            plan.capture_rows(self._residency, rows[crossing], positions)
 
     def _lease(
         self, rows: NDArray[np.intp], reach: NDArray[np.int64], at: NDArray[np.intp]

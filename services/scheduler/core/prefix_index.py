@@ -5,7 +5,7 @@ last `window` rows and a copy of the small state were kept besides the global bl
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,30 +81,55 @@ class PrefixIndex:
         """Keep a point and the global blocks below it; False if the point is there already."""
         if point.key in self.points:
             return False
+        self._publish_blocks(chain, global_blocks)
+        self.enter(point)
+        for block in point.window_blocks:
+            self._window.keep(block)
+        self._state.keep(point.state_block)
+        return True
+
+    def drop_point(self, key: bytes) -> None:
+        """Forget a point; the global blocks below it stay until they are evicted themselves."""
+        point = self.remove(key)
+        for block in point.window_blocks:
+            self._window.drop(block)
+        self._state.drop(point.state_block)
+
+    def enter(self, point: Point) -> None:
+        """Know a point whose window and state blocks the caller keeps. With a key that is no
+        chain hash nobody can find it; it is evicted like others."""
+        self.points[point.key] = point
+        for block in point.window_blocks:
+            self._points_of_window.setdefault(block, set()).add(point.key)
+        self._point_of_state[point.state_block] = point.key
+
+    def reveal(self, key: bytes, chain: list[bytes], global_blocks: NDArray[np.int32]) -> bytes:
+        """Publish a point that nobody could find as the end of `chain`, with the global blocks
+        below it; its key from here on."""
+        if chain[-1] in self.points:
+            self.drop_point(key)
+        else:
+            self._publish_blocks(chain, global_blocks)
+            self.enter(replace(self.remove(key), key=chain[-1]))
+        return chain[-1]
+
+    def _publish_blocks(self, chain: list[bytes], global_blocks: NDArray[np.int32]) -> None:
         for key, block in zip(chain, global_blocks.tolist(), strict=True):
             if key not in self.block_of and block not in self._hash_of:
                 self.block_of[key] = block
                 self._hash_of[block] = key
                 self._global.keep(block)
-        self.points[point.key] = point
-        for block in point.window_blocks:
-            self._window.keep(block)
-            self._points_of_window.setdefault(block, set()).add(point.key)
-        self._state.keep(point.state_block)
-        self._point_of_state[point.state_block] = point.key
-        return True
 
-    def drop_point(self, key: bytes) -> None:
-        """Forget a point; the global blocks below it stay until they are evicted themselves."""
+    def remove(self, key: bytes) -> Point:
+        """Know a point no more; the caller drops its window and state blocks."""
         point = self.points.pop(key)
         for block in point.window_blocks:
             owners = self._points_of_window[block]
             owners.discard(key)
             if not owners:
                 del self._points_of_window[block]
-            self._window.drop(block)
         del self._point_of_state[point.state_block]
-        self._state.drop(point.state_block)
+        return point
 
     def make_room(self, pool: BlockPool, count: int) -> bool:
         """Evict from `pool` until `count` blocks are free; False if they cannot be had now.

@@ -1,11 +1,13 @@
 """The blocks of one class on all ranks: taken and released many at a time, for rows of any rank."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .block_pool import BlockPool
+
+Blocks = NDArray[np.int32] | NDArray[np.int64]  # by number, of the rank beside each
 
 
 class RankPools:
@@ -44,9 +46,7 @@ class RankPools:
         self._held[ranks, blocks] = 1
         return blocks
 
-    def release(
-        self, ranks: NDArray[np.intp], blocks: NDArray[np.int64], fences: NDArray[np.int64]
-    ) -> None:
+    def release(self, ranks: NDArray[np.intp], blocks: Blocks, fences: NDArray[np.int64]) -> None:
         """One holder less of each block; steps up to its fence may still touch it. A block may
         come more than once, with as many holders."""
         at = ranks * self._width + blocks
@@ -56,15 +56,37 @@ class RankPools:
         left = held[at]
         assert (left >= 0).all(), "a block is not held"
         idle = np.unique(at[left == 0])
-        columns: tuple[list[int], ...] = (
-            (idle // self._width).tolist(),
-            (idle % self._width).tolist(),
-            (self._cached.ravel()[idle] + self._pins.ravel()[idle]).tolist(),
-            fence[idle].tolist(),
-        )
-        rank: int
-        for rank, block, is_kept, until in zip(*columns, strict=True):
-            if is_kept:
-                self._pools[rank].let_go(block)
-            else:
-                self._pools[rank].retire(block, until)
+        is_kept = self._cached.ravel()[idle] + self._pins.ravel()[idle] > 0
+        for rank, block in self._places(idle[is_kept]):
+            self._pools[rank].let_go(block)
+        self._retire(idle[~is_kept])
+
+    def keep(self, ranks: NDArray[np.intp], blocks: Blocks) -> None:
+        """The prefix indices keep these blocks, which are held."""
+        at = ranks * self._width + blocks
+        assert (self._held.ravel()[at] > 0).all(), "a block is not held"
+        np.add.at(self._cached.ravel(), at, 1)
+
+    def drop(self, ranks: NDArray[np.intp], blocks: Blocks) -> None:
+        """The prefix indices let these blocks go."""
+        at = ranks * self._width + blocks
+        cached = self._cached.ravel()
+        np.subtract.at(cached, at, 1)
+        left = cached[at]
+        assert (left >= 0).all(), "a block is not cached"
+        idle = np.unique(at[left == 0])
+        idle = idle[self._held.ravel()[idle] + self._pins.ravel()[idle] == 0]
+        for rank, block in self._places(idle):
+            del self._pools[rank].evictable[block]
+        self._retire(idle)
+
+    def _retire(self, idle: NDArray[np.int64]) -> None:
+        fences: list[int] = self._fence.ravel()[idle].tolist()
+        for (rank, block), fence in zip(self._places(idle), fences, strict=True):
+            self._pools[rank].retire(block, fence)
+
+    def _places(self, at: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+        """Rank and block of each place in the columns."""
+        ranks: list[int] = (at // self._width).tolist()
+        blocks: list[int] = (at % self._width).tolist()
+        return zip(ranks, blocks, strict=True)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from deepmesh.wire.messages import Failed, Finished, FinishReason, Generate, PromptLogprobs
 
 from .prompt_probs import PromptProbs
-from .token_rows import RID_BYTES
+from .token_rows import WIRE_RID
 
 
 class Phase:
@@ -132,7 +132,7 @@ class RequestTable:
         size, self.slots = ranks * slots, slots
         blocks = -(-max_len // block_size) + 1
         self.requests: list[Request | None] = [None] * size
-        self.wire_rid = np.zeros((size, RID_BYTES), np.uint8)  # the request's id on the wire
+        self.wire_rid = np.zeros(size, WIRE_RID)  # the request's id on the wire
         self.is_odd = np.zeros(size, np.bool_)  # that id has another length
         self.tokenizers: list[str] = []  # all that ever asked for one of these requests
         self.tokenizer = np.zeros(size, np.int16)  # who gets its tokens, as an index into those

@@ -11,6 +11,7 @@ from deepmesh.wire.messages import Pool
 from .group import group_step_of
 from .leases import RankMemory
 from .op_fences import OpFences
+from .output_points import OutputPoints
 from .policy import Geometry, points_to_keep
 from .prefix_index import Hit, Point, extend_chain
 from .rank_pools import RankPools
@@ -31,13 +32,14 @@ class Residency:
             max_len=geometry.max_model_len,
             block_size=geometry.block_size,
         )
+        self._outputs = OutputPoints(memories, self.pools, self.table, geometry)
         self.zombies: dict[tuple[int, int], Zombie] = {}
         # keys of points that residents are about to compute, by rank
         self.expected: list[Counter[bytes]] = [Counter() for _ in memories]
         self.closes: list[list[tuple[int, int]]] = [[] for _ in memories]  # (slot, gen), unsent
         self.cancels: list[list[tuple[int, int, int]]] = [[] for _ in memories]
         self.ops = OpFences(memories)
-        # told of every point that is published: its rank, and the chain up to it
+        # told of every point, which is published at once then: its rank, and the chain up to it
         self.on_point: Callable[[int, list[bytes], Point], None] | None = None
 
     def enter(self, request: Request, rank: int, hit: Hit) -> bool:
@@ -102,8 +104,9 @@ class Residency:
         request.points = self._points(request, Hit(point.position, matched=point.position))
         self._expect(request, index // self.slots, 1)
 
-    def leave(self, request: Request) -> None:
-        """Take a request out of its slot; its blocks and slot stay fenced by its last step."""
+    def leave(self, request: Request, *, publishes: bool = True) -> None:
+        """Take a request out of its slot; its blocks and slot stay fenced by its last step. Others
+        find the last point in its output from here on, unless nobody is to find anything."""
         index, table = request.slot, self.table
         rank, slot = divmod(index, self.slots)
         memory = self.memories[rank]
@@ -111,6 +114,8 @@ class Residency:
         request.ids = table.ids[index, : table.confirmed[index]].copy()
         request.last_step = group_step_of(fence) or request.last_step
         request.progress_ns = int(table.progress_ns[index])
+        if publishes:
+            self._outputs.publish(request)
         held = table.global_blocks[index, : table.num_global[index]]
         self._release(memory, Pool.GLOBAL, held[::-1].tolist(), fence)
         start, end = int(table.window_start[index]), int(table.window_end[index])
@@ -192,7 +197,7 @@ class Residency:
         at = np.repeat(ends - np.cumsum(counts), counts) + np.arange(int(counts.sum()))
         table.window_start[rows] = ends
         rows = np.repeat(rows, counts)
-        blocks = table.window_blocks[rows, at].astype(np.int64)
+        blocks = table.window_blocks[rows, at]
         self.pools[Pool.WINDOW].release(rows // self.slots, blocks, table.producer[rows])
 
     def keep_point(self, request: Request, position: int, state_block: int, fence: int) -> None:
@@ -214,6 +219,22 @@ class Residency:
                 self.on_point(index // self.slots, request.chain[:count], point)
         self._release(memory, Pool.STATE, [state_block], fence)
 
+    def keep_outputs(
+        self,
+        indices: NDArray[np.intp],
+        positions: NDArray[np.int64],
+        blocks: NDArray[np.int64],
+        fence: int,
+    ) -> None:
+        """Keep the points that outputs have reached, each in the place of the one before. They are
+        published when their requests leave, or at once if a kvstore is to have them."""
+        if self.on_point is None:
+            self._outputs.keep(indices, positions, blocks, fence)
+            return
+        columns: tuple[list[int], ...] = (indices.tolist(), positions.tolist(), blocks.tolist())
+        for index, position, block in zip(*columns, strict=True):
+            self.keep_point(self.table.request_at(index), position, block, fence)
+
     def forget_beyond(self, request: Request, length: int) -> None:
         """What lies beyond the request's end is not published (unless somebody resumes there)."""
         memory = self.memories[request.slot // self.slots]
@@ -221,8 +242,28 @@ class Residency:
         if point and point.position > length and memory.states.held[point.state_block] == 0:
             memory.index.drop_point(point.key)
 
+    def take_states(self, rows: NDArray[np.intp]) -> NDArray[np.int64]:
+        """A state block for each row; -1 where none can be had now."""
+        ranks, pool = rows // self.slots, self.pools[Pool.STATE]
+        counts = np.bincount(ranks, minlength=len(self.memories))
+        fits = (counts <= pool.num_free())[ranks]
+        blocks = np.full(len(rows), -1, np.int64)
+        blocks[fits] = pool.take(ranks[fits])
+        for at in np.flatnonzero(~fits).tolist():
+            taken = self._memory(int(rows[at])).take(Pool.STATE, 1)
+            blocks[at] = taken[0] if taken else -1
+        return blocks
+
+    def release_states(
+        self, indices: NDArray[np.intp], blocks: NDArray[np.int64], fence: int
+    ) -> None:
+        """Points of these rows did not come about: their state blocks go back."""
+        if len(blocks):
+            fences = np.full(len(blocks), fence)
+            self.pools[Pool.STATE].release(indices // self.slots, blocks, fences)
+
     def release_capture(self, rank: int, state_block: int, fence: int) -> None:
-        """A point did not come about: its state block goes back."""
+        """A point's state has been copied: its block goes back."""
         self._release(self.memories[rank], Pool.STATE, [state_block], fence)
 
     def settle_zombie(self, rid: int, epoch: int) -> None:
@@ -308,9 +349,9 @@ class Residency:
         table, target = self.table, len(request.ids)
         table.requests[index] = request
         rid = request.generate.rid
-        table.is_odd[index] = len(rid) != table.wire_rid.shape[1]
+        table.is_odd[index] = len(rid) != table.wire_rid.itemsize
         if not table.is_odd[index]:
-            table.wire_rid[index] = np.frombuffer(rid, np.uint8)
+            table.wire_rid[index] = rid
         table.home(index, request.reply_to)
         table.rid[index] = request.rid
         table.epoch[index] = request.epoch

@@ -15,7 +15,7 @@ from deepmesh.wire.messages import (
 from deepmesh.wire.packed import RESULT
 
 from .answers import Answers, ProtocolError, join
-from .group import Capture, Group, StepRecord, StepRows
+from .group import Group, StepRecord, StepRows
 from .logprobs import LogProbs
 from .outbox import Outbox
 from .policy import Geometry
@@ -94,8 +94,9 @@ class Results:
         found["kv_len"] = self._table.confirmed_kv[rows.index]
         self._settle(rows, found, alive)
         self._group.waste.null_rows += len(rows.index)
-        for capture in step.captures.pop(rank, []):
-            self._residency.release_capture(rank, capture.state_block, step.step_id)
+        captures = step.captures_of(rank)
+        index = step.rows.index[captures.row]
+        self._residency.release_states(index, captures.state_block, step.step_id)
         return self._leaving(rows.index[alive])
 
     def _leaving(self, live: NDArray[np.intp]) -> list[Request]:
@@ -196,7 +197,7 @@ class Results:
         table.confirmed[index] = length + 1
         table.progress_ns[index] = now
         self.output_tokens += len(fast)
-        rids, positions = table.wire_rid[index], length - table.prompt_len[index]
+        rids, positions = table.wire_rid.take(index), length - table.prompt_len[index]
         edges = np.flatnonzero(np.diff(homes, prepend=-1)).tolist()
         for start, end in pairwise([*edges, len(fast)]):
             peer, part = table.tokenizers[int(homes[start])], slice(start, end)
@@ -322,32 +323,21 @@ class Results:
         )
 
     def _keep_points(self, step: StepRecord, answers: Answers) -> None:
-        """Publish the points that the step reached exactly; the rest of their leases end."""
-        captures: list[Capture] = []
-        ranks: list[int] = []
-        rows: list[int] = []  # of the answers
-        for place, result in enumerate(answers.results if step.captures else []):
-            shift = int(answers.starts[place]) - step.bounds[result.rank]
-            for capture in step.captures.pop(result.rank, []):
-                captures.append(capture)
-                ranks.append(result.rank)
-                rows.append(capture.row + shift)
-        if not captures:
+        """Keep the points that the step reached exactly; the rest of their leases end."""
+        captures, rows = answers.captures(step)
+        if not len(rows):
             return
-        table, residency, index = self._table, self._residency, answers.rows.index[rows]
-        columns = (
-            index.tolist(),
-            (table.gen[index] == answers.rows.gen[rows]).tolist(),
-            answers.found["kv_len"][rows].tolist(),
-            table.confirmed[index].tolist(),
-        )
-        for rank, capture, at, alive, reached, confirmed in zip(
-            ranks, captures, *columns, strict=True
-        ):
-            position, block = capture.position, capture.state_block
-            if alive:
-                residency.reached(table.request_at(at), position)
-            if alive and reached == position <= confirmed:
-                residency.keep_point(table.request_at(at), position, block, step.step_id)
-            else:
-                residency.release_capture(rank, block, step.step_id)
+        table, residency, of = self._table, self._residency, answers.rows
+        index, position, blocks = of.index[rows], captures.position, captures.state_block
+        alive = table.gen[index] == of.gen[rows]
+        reached, confirmed = answers.found["kv_len"][rows], table.confirmed[index]
+        kept = alive & (reached == position) & (position <= confirmed)
+        residency.release_states(index[~kept], blocks[~kept], step.step_id)
+        is_prompt = of.is_prefill[rows]
+        for at in np.flatnonzero(alive & is_prompt).tolist():
+            request, end = table.request_at(int(index[at])), int(position[at])
+            residency.reached(request, end)
+            if kept[at]:
+                residency.keep_point(request, end, int(blocks[at]), step.step_id)
+        output = kept & ~is_prompt
+        residency.keep_outputs(index[output], position[output], blocks[output], step.step_id)

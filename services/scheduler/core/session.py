@@ -170,7 +170,7 @@ class Session:
         residents = engine.residents()
         self.count(engine)
         for request in residents:
-            engine.residency.leave(request)
+            engine.residency.leave(request, publishes=False)
             self._waiting.add(request)
         self.engine = self._registry.residency = None
         self._outbox.note(

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from deepmesh.wire.messages import BlockOp, Pool, SlotInit
 from deepmesh.wire.packed import BLOCK, pack_ids
 
-from .group import Capture, StepRecord, group_step_of
+from .group import Captures, StepRecord, group_step_of
 from .request import Request
 from .residency import Residency
 
@@ -40,18 +40,23 @@ class SlotUpdates:
         self._inits(index, step_id)
         self._appends(index, of_ranks)
 
-    def capture(self, captures: list[tuple[int, int, int]], record: StepRecord) -> None:
-        """Copy the states of (index, position, state block) behind their rows."""
+    def capture(self, captures: list[NDArray[np.int64]], record: StepRecord) -> None:
+        """Copy the states of [index, position, state block] behind their rows."""
         if not captures:
             return
-        index = record.rows.index
-        order = np.argsort(index)
-        wanted = np.array([capture[0] for capture in captures])
-        rows: list[int] = order[np.searchsorted(index, wanted, sorter=order)].tolist()
-        for (i, position, block), row in zip(captures, rows, strict=True):
-            rank = i // self._slots
-            record.captures.setdefault(rank, []).append(Capture(row, position, block))
-            self._copy(rank, int(self._table.state[i]), block, after=True)
+        index, position, block = np.concatenate(captures).T
+        row_of = np.empty(len(self._table.phase), np.intp)
+        row_of[record.rows.index] = np.arange(len(record.rows.index))
+        order = np.argsort(row_of[index])
+        index, position, block = index[order], position[order], block[order]
+        record.captures = Captures(row_of[index], position, block)
+        columns: tuple[list[int], ...] = (
+            (index // self._slots).tolist(),
+            self._table.state[index].tolist(),
+            block.tolist(),
+        )
+        for rank, source, target in zip(*columns, strict=True):
+            self._copy(rank, source, target, after=True)
 
     def _copy(self, rank: int, source: int, target: int, *, after: bool) -> None:
         self.ops.setdefault(rank, []).append(self._make_copy(source, target, after))

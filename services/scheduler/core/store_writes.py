@@ -41,7 +41,8 @@ class StoreWrites:
         self._outbox = outbox
         self._backlog: list[deque[_Waiting]] = [deque() for _ in residency.memories]
         self._claimed: set[Key] = set()  # waiting or in flight on any rank: nobody stores them too
-        residency.on_point = self.offer
+        if stores.count:
+            residency.on_point = self.offer
 
     def offer(self, rank: int, chain: list[bytes], point: Point) -> None:
         """A point is there: store it and the blocks below it, but for what is there already."""

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from deepmesh.wire.messages import TokenRow
 
 RID_BYTES = 16
+WIRE_RID = np.dtype(f"V{RID_BYTES}")  # as one value: copied at once, not byte by byte
 _encoder = msgspec.msgpack.Encoder()
 # A position of this size takes the widest form, which smaller ones may take, too.
 _TEMPLATE = _encoder.encode(TokenRow(rid=bytes(RID_BYTES), pos=1 << 31, ids=bytes(4)))
@@ -18,7 +19,7 @@ _IDS = _POS + 4 + 2  # behind tag and length
 _LAYOUT = np.dtype(
     {
         "names": ["rid", "pos", "ids"],
-        "formats": [(np.uint8, RID_BYTES), ">u4", "<i4"],
+        "formats": [WIRE_RID, ">u4", "<i4"],
         "offsets": [_RID, _POS, _IDS],
         "itemsize": len(_TEMPLATE),
     }
@@ -26,12 +27,12 @@ _LAYOUT = np.dtype(
 
 
 def encode_rows(
-    rids: NDArray[np.uint8], positions: NDArray[np.int64], ids: NDArray[np.int32]
+    rids: NDArray[np.void], positions: NDArray[np.int64], ids: NDArray[np.int32]
 ) -> bytes:
     """MessagePack of `TokenRow(rid, position, id)` for each row, one behind the other.
 
     Args:
-        rids: [n, RID_BYTES].
+        rids: [n], WIRE_RID.
         positions: [n], index of the token in its output.
         ids: [n].
     """
