@@ -64,7 +64,7 @@ from .traces import Traces
 _log = logging.getLogger(__name__)
 # Who has a core keeps it for a while: what was sent leaves when this thread waits, however short.
 FILL_S = 0.001  # until the second step of an empty pipeline is planned
-LET_GO_S = 2e-4  # for first tokens on their way to the tokenizer
+LET_GO_S = 5e-4  # for first tokens on their way to the tokenizer
 LAST_WORDS_S = 1.0  # a drained scheduler waits so long for its last messages to be acknowledged
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
 
