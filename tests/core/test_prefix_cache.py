@@ -223,3 +223,22 @@ def test_overrun_tokens_are_never_published() -> None:
     assert [point.position for point in points] == [16]
     request.stop_at = 4
     driver.assert_clean()
+
+
+def test_an_output_is_found_from_when_its_request_leaves() -> None:
+    driver = Driver()
+    first = driver.ask(20, max_tokens=60)
+    for _ in range(40):
+        driver.step()
+    assert driver.core.engine is not None
+    index = driver.core.engine.memories[0].index
+    kept = [point.position for point in index.points.values()]
+    assert sorted(kept) == [16, 48]
+    early = driver.ask(first.prompt + first.output + words(10), max_tokens=1)
+    driver.step()
+    driver.abort(first)
+    driver.run()
+    late = driver.ask(first.prompt + first.output + words(10), max_tokens=1)
+    driver.run()
+    assert (early.cached_tokens, late.cached_tokens) == (16, 48)
+    driver.assert_clean()
