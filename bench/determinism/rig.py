@@ -9,8 +9,10 @@ from bench.determinism.jobs import Job
 from bench.determinism.outputs import Output
 from deepmesh.config import SchedulerConfig
 from deepmesh.wire.messages import (
+    CompileGrammars,
     Failed,
     Finished,
+    GrammarsCompiled,
     Load,
     Reset,
     SubmitStep,
@@ -148,6 +150,12 @@ class Rig:
                 self._feed(Mail(send.peer, self._executors[rank].load(order)))
             case Reset(engine_epoch=epoch):
                 self._executors[_rank(send.peer)].reset(epoch)
+            case CompileGrammars(
+                engine_epoch=epoch, orders=orders
+            ):  # the step that needs one waits
+                numbers = [number for number, _ in orders]
+                done = GrammarsCompiled(epoch, _rank(send.peer), numbers)
+                self._feed(Mail(send.peer, done))
             case TokenBatch(rows=rows):
                 for row in rows:
                     self.outputs[self._job_of[row.rid]].take(row)

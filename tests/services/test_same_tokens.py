@@ -191,13 +191,13 @@ def test_the_reduced_check_finds_no_difference(capsys: pytest.CaptureFixture[str
         assert case["tokens"] == case["comparisons"] * QUICK[1]
 
 
-def test_a_device_that_the_check_cannot_drive_is_refused(
+def test_a_fault_on_a_device_that_cannot_have_it_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert check.main(["--device", "cuda", "--json"]) == 2
+    assert check.main(["--device", "cuda", "--break", "order", "--json"]) == 2
     out, err = capsys.readouterr()
     assert not out
-    assert "CUDA device yet: use --device cpu" in err
+    assert "use --device cpu" in err
 
 
 @pytest.mark.timeout(400)
