@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -68,10 +69,13 @@ def test_what_was_ordered_is_there_when_its_request_comes(rig: Rig) -> None:
     rig.order(4, 5, epoch=7)
     assert rig.answered(2) == [4, 5]
     assert {(answer.engine_epoch, answer.rank) for answer in rig.answers} == {(7, 3)}
-    mail = Mail(rig.process)
-    rig.process.send([open_(0, 1, make_grammar("regex", "a{5}"))])
-    assert mail.state(1, 50) is MaskState.MASK
-    assert mail.opened[1].from_cache
+    mail, grammar = Mail(rig.process), make_grammar("regex", "a{5}")
+    sent_ns = time.time_ns()
+    rig.process.send([open_(0, 1, grammar), open_(1, 2, grammar)])
+    assert (mail.state(1, 50), mail.state(2, 50)) == (MaskState.MASK, MaskState.MASK)
+    first, second = mail.opened[1], mail.opened[2]
+    assert first.begin_ns < first.end_ns < sent_ns  # its trace tells how long it took
+    assert (first.from_cache, second.from_cache) == (False, True)
 
 
 def test_a_grammar_that_cannot_be_compiled_is_answered_for(rig: Rig) -> None:

@@ -31,6 +31,7 @@ class CompiledGrammar:
         self.begin_ns, self.end_ns = begin_ns, 0
         self.matcher: LLMatcher | None = None  # at the start of an output; never consumes
         self.problem = ""
+        self.is_ahead = False  # its first request is to come; the trace of that tells of it
 
     @property
     def is_done(self) -> bool:

@@ -115,7 +115,9 @@ class Worker:
             return False
         for message in messages:
             if isinstance(message, Compile):
-                self._ahead.append((message, self._store.get(message.grammar)[0]))
+                compiled, is_known = self._store.get(message.grammar)
+                compiled.is_ahead |= not is_known
+                self._ahead.append((message, compiled))
         self._answer_orders()
         return True
 
@@ -147,6 +149,7 @@ class Worker:
     def _on_open(self, order: Open) -> None:
         compiled, is_known = self._store.get(order.grammar)
         if compiled.is_done:
+            is_known, compiled.is_ahead = is_known and not compiled.is_ahead, False
             self._begin(order, compiled, [], from_cache=is_known)
         else:
             self._compiling[order.serial] = (order, compiled, [])
