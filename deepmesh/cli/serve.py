@@ -42,8 +42,10 @@ def serve(
         if not config.exists():
             config.write_text(dump_toml(settings))
     sys.argv = [f"services.{name}", "--config", str(config)]
-    if name not in (Service.gateway, Service.router):
+    if name is not Service.router:
         sys.argv += ["--index", str(index)]
+    elif index:
+        raise typer.BadParameter("there is one router", param_hint="--index")
     if name is Service.executor:
         sys.argv += ["--rank", str(rank)]
     runpy.run_module(f"services.{name}", run_name="__main__", alter_sys=True)

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -487,3 +488,22 @@ def test_bench_without_a_name_says_what_there_is() -> None:
     assert "prompt" in lines["prefill"]
     unknown = RUN.invoke(app, ["bench", "nosuch"])
     assert (unknown.exit_code, "prefill" in unknown.stderr) == (2, True)
+
+
+def test_a_second_gateway_has_the_port_behind_the_first(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        path = tmp_path / "mesh.toml"
+        path.write_text(f'[mesh]\nrun_dir = "{tmp_path}/run"\n[gateway]\nport = {port - 1}\n')
+        result = run_process("serve", "gateway", "--index", "1", "--config", str(path))
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"gateway-1: gateway.port: 127.0.0.1:{port}: Address already")
+
+
+def test_there_is_no_second_router(tmp_path: Path) -> None:
+    path = tmp_path / "mesh.toml"
+    path.write_text(f'[mesh]\nrun_dir = "{tmp_path}/run"\n')
+    result = RUN.invoke(app, ["serve", "router", "--index", "1", "--config", str(path)])
+    assert (result.exit_code, "one router" in result.stderr) == (2, True)
