@@ -210,3 +210,21 @@ def test_more_rows_than_go_in_one_block(bf16: bool, threads: int) -> None:
     for first in (0, 285, 576, 1090):
         for found, wanted in zip(run(first, first + 10), whole, strict=True):
             same_bits(found, wanted[first : first + 10])
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7])
+def test_threads_share_out_the_weights_of_few_rows(tokens: int) -> None:
+    """Who comes first takes a piece, and the second product begins where the first is done."""
+    hidden, inter = 256, 544
+    w13, w2 = pack_fp4(*random_fp4(8, 2 * inter, hidden)), pack_fp4(*random_fp4(8, hidden, inter))
+    shared13 = pack_fp8(*random_fp8(2 * inter, hidden))
+    shared2 = pack_fp8(*random_fp8(hidden, inter))
+    x, shares = torch.randn(tokens, hidden), torch.rand(tokens, 3)
+    ids = torch.rand(tokens, 8).argsort(1)[:, :3].sort(1).values
+    weights = w13, w2, shared13, shared2
+    for bf16 in (False, True):
+        wanted = all_experts(x, ids, shares, *weights, limit=10.0, bf16=bf16)
+        for threads in (2, 3) * 8:
+            torch.set_num_threads(threads)
+            same_bits(all_experts(x, ids, shares, *weights, limit=10.0, bf16=bf16), wanted)
+        torch.set_num_threads(1)

@@ -4,6 +4,7 @@
 #include "gemm.h"
 
 constexpr int64_t UNIT = 32;  // channels: an FP8 group of the second product's input
+constexpr int64_t STRETCH_UNITS = 4;
 
 struct Mlp {
     Weight w13, w2;  // gate and up side by side
@@ -147,14 +148,20 @@ static void gate_up(const Part& part, int64_t first, int64_t end) {
 #if defined(HAVE_TILES)
     if (part.x.tiles && e.bf16) return gate_up_tiles(part, first, end);
 #endif
-    float* both = scratch<6, float>(part.rows * 2 * UNIT);
+    // Gate and up lie apart: some units of each by turns, so that both are read in long stretches.
     const int64_t panels = UNIT / LANES, up = inter / LANES;
-    for (int64_t unit = first; unit < end; unit++) {
-        const int64_t p = unit * panels;
-        multiply_panels(part.x, part.rows, e.w13, p, p + panels, both, 2 * UNIT, e.bf16);
-        multiply_panels(part.x, part.rows, e.w13, up + p, up + p + panels, both + UNIT, 2 * UNIT, e.bf16);
+    const int64_t some = std::min(part.rows > TILE_ROWS ? 1 : STRETCH_UNITS, end - first);
+    const int64_t width = some * UNIT;
+    float* both = scratch<6, float>(part.rows * 2 * width);
+    for (int64_t unit = first; unit < end; unit += some) {
+        const int64_t last = std::min(unit + some, end), p = unit * panels, q = last * panels;
+        multiply_panels(part.x, part.rows, e.w13, p, q, both, 2 * width, e.bf16);
+        multiply_panels(part.x, part.rows, e.w13, up + p, up + q, both + width, 2 * width, e.bf16);
         for (int64_t r = 0; r < part.rows; r++)
-            put_middle(part, r, unit * UNIT, both + r * 2 * UNIT, both + r * 2 * UNIT + UNIT);
+            for (int64_t u = unit; u < last; u++) {
+                const float* gate = both + r * 2 * width + (u - unit) * UNIT;
+                put_middle(part, r, u * UNIT, gate, gate + width);
+            }
     }
 }
 

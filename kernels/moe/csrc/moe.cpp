@@ -4,8 +4,9 @@
 
 constexpr int64_t DEEP_ROWS = 12;    // of an expert, on average, from which on each runs as a whole
 constexpr int64_t BLOCK_ROWS = 288;  // of an expert at once: they stay in the level-2 cache
-constexpr int64_t UNIT_JOB = 2, PANEL_JOB = 8;  // units, panels of a job that streams weights
+constexpr int64_t UNIT_JOB = 2, PANEL_JOB = 8;  // units, panels at once, at least
 constexpr int64_t FEW_TOKENS = 32;
+constexpr std::chrono::microseconds LONG{500}, NAP{50};  // for a thread that lost its core
 
 // Slots of a call: token · top_k + k.
 struct Slots {
@@ -29,6 +30,20 @@ static void sort_slots(const Slots& s, std::vector<int64_t>& ends, std::vector<i
         if (s.is_local(i)) order[starts[s.local(i)]++] = i;
 }
 
+// emit(first, end) over [0, count) in pieces: large ones first, so that weights are read in long
+// stretches, small ones last, so that threads end together. `left`: items that there are to share
+// out, these and later ones.
+template <class Emit>
+static void shrinking_pieces(int64_t count, int64_t left, int64_t threads, int64_t least,
+                             const Emit& emit) {
+    for (int64_t first = 0; first < count;) {
+        int64_t size = threads <= 1 ? count : std::max(least, (left - first) / (2 * threads));
+        if (first + size + least > count) size = count - first;
+        emit(first, first + size);
+        first += size;
+    }
+}
+
 // Few rows an expert: weights stream once, in pieces that all threads share.
 static void run_wide(std::vector<Part>& parts, int64_t threads) {
     int64_t floats = 0, halves = 0;
@@ -49,21 +64,42 @@ static void run_wide(std::vector<Part>& parts, int64_t threads) {
         }
     }
     struct Job {
-        const Part* part;
-        int64_t first, end;
+        int64_t part, first, end;
+        bool is_second;  // of the two products
     };
     std::vector<Job> jobs;
-    auto split = [&](const Part& part, int64_t count, int64_t size) {
-        for (int64_t i = 0; i < count; i += size) jobs.push_back({&part, i, std::min(i + size, count)});
+    const auto split = [&](bool is_second, int64_t least, auto items, auto words) {
+        int64_t left = 0;
+        for (const Part& part : parts) left += items(part) * words(part);
+        for (int64_t i = 0; i < (int64_t)parts.size(); i++) {
+            shrinking_pieces(items(parts[i]), left / words(parts[i]), threads, least,
+                             [&](int64_t first, int64_t end) {
+                                 jobs.push_back({i, first, end, is_second});
+                             });
+            left -= items(parts[i]) * words(parts[i]);
+        }
     };
-    for (const Part& part : parts) split(part, part.mlp.units(), UNIT_JOB);
+    split(false, UNIT_JOB, [](const Part& part) { return part.mlp.units(); },
+          [](const Part& part) { return part.mlp.w13.words() / part.mlp.units(); });
+    split(true, PANEL_JOB, [](const Part& part) { return part.mlp.w2.panels(); },
+          [](const Part& part) { return part.mlp.w2.panel_words(); });
+    // One list for both: who finds no more of the first product begins with the second of an expert
+    // whose first is done. Jobs are taken in order, so those waited for are being worked on.
+    std::vector<std::atomic<int64_t>> missing(parts.size());
+    for (size_t i = 0; i < parts.size(); i++) missing[i] = parts[i].mlp.units();
     parallel((int64_t)jobs.size(), threads, [&](int64_t i) {
-        gate_up(*jobs[i].part, jobs[i].first, jobs[i].end);
-    });
-    jobs.clear();
-    for (const Part& part : parts) split(part, part.mlp.w2.panels(), PANEL_JOB);
-    parallel((int64_t)jobs.size(), threads, [&](int64_t i) {
-        down(*jobs[i].part, jobs[i].first, jobs[i].end);
+        const Job& job = jobs[i];
+        std::atomic<int64_t>& units = missing[job.part];
+        if (job.is_second) {
+            for (Patience patience; units.load(std::memory_order_acquire);) {
+                patience.pass();
+                if (!patience.lasts(LONG)) std::this_thread::sleep_for(NAP);
+            }
+            down(parts[job.part], job.first, job.end);
+        } else {
+            gate_up(parts[job.part], job.first, job.end);
+            units.fetch_sub(job.end - job.first, std::memory_order_release);
+        }
     });
 }
 
