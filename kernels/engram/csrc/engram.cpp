@@ -1,4 +1,5 @@
 // Engram: hash, gather, gate. Contracts: kernels/engram/*.py.
+#include "cache_row.h"
 #include "rows.h"
 #include "step.h"
 
@@ -32,26 +33,15 @@ EXPORT void ngram_rows(const int64_t* last_ids, int64_t tokens, int64_t order, i
         hash_token(hash, [&](int64_t back) { return last_ids[t * order + back]; }, rows + t * hash.rows());
 }
 
-static float from_e4m3(uint8_t code) {
-    const int exponent = code >> 3 & 15, mantissa = code & 7;
-    float v = exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp((float)mantissa, -9);
-    if (exponent == 15 && mantissa == 7) v = NAN;
-    return code & 0x80 ? -v : v;
-}
-
 // out[i] = table[rows[i]] dequantised, groups of 32.
 EXPORT void gather_rows(const uint8_t* table, const uint8_t* scales, int64_t dim, const int64_t* rows,
                         int64_t count, float* out) {
-    static const std::vector<float> values = [] {
-        std::vector<float> all(256);
-        for (int code = 0; code < 256; code++) all[code] = from_e4m3(code);
-        return all;
-    }();
     for (int64_t i = 0; i < count; i++)
-        for (int64_t g = 0; g < dim / 32; g++) {
+        for (int64_t g = 0; g < dim / 32; g++, out += 32) {
             const float scale = std::ldexp(1.0f, scales[rows[i] * (dim / 32) + g] - 127);
             const uint8_t* codes = table + rows[i] * dim + g * 32;
-            for (int64_t c = 0; c < 32; c++) *out++ = values[codes[c]] * scale;
+            store(out, from_e4m3(load_bytes(codes)) * scale);
+            store(out + LANES, from_e4m3(load_bytes(codes + LANES)) * scale);
         }
 }
 
