@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attend.h"
+#include "attend_run.h"
 #include "indexer.h"
 #include "rotation.h"
 #include "rows.h"
@@ -212,6 +213,133 @@ EXPORT void step_choose(const Step* s, int64_t ratio, const float* queries, cons
     });
 }
 
+// All tokens in runs; those of several have whole windows.
+static std::vector<Run> attention_runs(const Step& s, int64_t window_size) {
+    std::vector<Run> runs;
+    for (int64_t t = 0; t < s.num_tokens; t++) {
+        const bool joins = !runs.empty() && runs.back().count < RUN_TOKENS &&
+                           s.positions[runs.back().first] >= window_size - 1 &&
+                           s.row_of[t - 1] == s.row_of[t] && s.positions[t - 1] + 1 == s.positions[t];
+        if (joins)
+            runs.back().count++;
+        else
+            runs.push_back({t, 1});
+    }
+    return runs;
+}
+
+// What attention of a step reads.
+struct Attended {
+    const Step& s;
+    const RowPool recent, entries;
+    int64_t window_size, ratio, top_k;
+    const int32_t *chosen, *counts;
+
+    // False: some position of the window has no slot.
+    bool add_window(int64_t t, int64_t first, PoolRows& rows) const {
+        bool is_whole = true;
+        for (int64_t p = std::max<int64_t>(0, first); p <= s.positions[t]; p++) {
+            const int64_t slot = s.window_slot(s.row_of[t], p);
+            if (slot >= 0) rows.add(recent, slot);
+            is_whole = is_whole && slot >= 0;
+        }
+        return is_whole;
+    }
+    void add_entries(int64_t t, PoolRows& rows) const {
+        for (int64_t i = 0; ratio && i < counts[t]; i++) {
+            const int64_t slot = s.entry_slot(s.row_of[t], chosen[t * top_k + i], ratio);
+            if (slot >= 0) rows.add(entries, slot);
+        }
+    }
+    int64_t window_start(int64_t t) const { return s.positions[t] - window_size + 1; }
+};
+
+// Entries of rows whose tokens look at each of them several times, unpacked once: as halves.
+class SharedEntries {
+   public:
+    SharedEntries(const Attended& from, const std::vector<Run>& runs, int64_t dim)
+        : dim_(dim), groups_(whole_groups(dim) / GROUP), first_(from.s.num_rows, -1) {
+        const Step& s = from.s;
+        int64_t count = 0;
+        std::vector<int64_t> looks(s.num_rows, 0);
+        for (const Run& run : runs)
+            for (int64_t t = run.first; from.ratio && run.count > 1 && t < run.first + run.count; t++)
+                looks[s.row_of[t]] += from.counts[t];
+        for (int64_t row = 0; row < s.num_rows; row++) {
+            const int64_t tokens = s.row_starts[row + 1] - s.row_starts[row];
+            const int64_t visible = tokens && from.ratio ? s.visible(s.row_starts[row + 1] - 1, from.ratio) : 0;
+            if (!visible || looks[row] < MIN_LOOKS * visible) continue;
+            bool is_whole = true;
+            for (int64_t e = 0; e < visible; e += BLOCK_TOKENS / from.ratio)
+                is_whole = is_whole && s.entry_slot(row, e, from.ratio) >= 0;
+            if (is_whole) first_[row] = count, count += visible;
+        }
+        if (!count) return;
+        halves_ = scratch<15, uint16_t>(count * groups_ * GROUP);
+        for (int64_t row = 0; row < s.num_rows; row++) {
+            if (first_[row] < 0) continue;
+            const int64_t visible = s.visible(s.row_starts[row + 1] - 1, from.ratio);
+            parallel_ranges(visible, s.threads, 64, [&](int64_t begin, int64_t end) {
+                for (int64_t e = begin; e < end; e++)
+                    unpack_halves(from.entries.at(s.entry_slot(row, e, from.ratio)), dim_,
+                                  from.entries.format, GROUP, at(row, e));
+            });
+        }
+    }
+    bool has(int64_t row) const { return first_[row] >= 0; }
+    // Those that a token has chosen, as rows of tiles.
+    template <int Tag>
+    Operand gather(int64_t row, const int32_t* chosen, int64_t count) const {
+        const Operand x = Operand::make<Tag>(count, dim_, true);
+        for (int64_t i = 0; i < count; i++) {
+            const uint16_t* from = at(row, chosen[i]);
+            for (int64_t g = 0; g < groups_; g++)
+                std::memcpy(x.halves(i, g), from + g * GROUP, GROUP * sizeof(uint16_t));
+        }
+        x.end();
+        return x;
+    }
+
+   private:
+    static constexpr int64_t MIN_LOOKS = 4;  // at an entry, on average
+    uint16_t* at(int64_t row, int64_t entry) const {
+        return halves_ + (first_[row] + entry) * groups_ * GROUP;
+    }
+    int64_t dim_, groups_;
+    std::vector<int64_t> first_;  // of each row; negative: not here
+    uint16_t* halves_ = nullptr;
+};
+
+constexpr int64_t MIN_SHARED = 4;  // tokens of a run, from which on they share their windows' rows
+
+// A run in which each token has its whole window. False: it must go the other way.
+template <class Turned, class Done>
+static bool share_run(const Run& run, const Attended& from, const SharedEntries& shared, int64_t heads,
+                      int64_t dim, const float* sinks, const Turned& turned, const Done& done) {
+#if defined(HAVE_TILES)
+    const int64_t window = from.window_size;
+    if (!can_share(heads, dim, window)) return false;
+    PoolRows recent(window + run.count, dim);
+    if (!from.add_window(run.first + run.count - 1, from.window_start(run.first), recent)) return false;
+    float* query = scratch<6, float>(run.count * heads * dim);
+    for (int64_t i = 0; i < run.count; i++) turned(run.first + i, 0, heads, query + i * heads * dim);
+    if (!are_halves(query, dim, run.count * heads, dim)) return false;
+    const auto entries = [&](int64_t i) {
+        const int64_t t = run.first + i, row = from.s.row_of[t];
+        if (from.ratio && shared.has(row))
+            return shared.gather<2>(row, from.chosen + t * from.top_k, from.counts[t]);
+        PoolRows rows(from.top_k, dim);
+        from.add_entries(t, rows);
+        return rows.unpack<2>(true);
+    };
+    attend_run(query, run.count, heads, dim, recent, window, entries, sinks,
+               [&](int64_t i, const float* result) { done(run.first + i, 0, heads, result); });
+    return true;
+#else
+    return false;
+#endif
+}
+
 // Queries turned, attention over the window and the chosen entries, the result turned back.
 // ratio 0: no entries.
 EXPORT void step_attention(const Step* s, const float* queries, int64_t heads, int64_t dim,
@@ -220,32 +348,42 @@ EXPORT void step_attention(const Step* s, const float* queries, int64_t heads, i
                            int64_t format, const uint8_t* compressed, int64_t top_k,
                            const int32_t* chosen, const int32_t* counts, float* out) {
     const Angles angles(*s, ratio != 0, half);
-    const RowPool recent(window, window_format, dim), entries(compressed, format, dim);
-    // A lone token's heads are shared out; every part unpacks the rows anew.
-    const int64_t parts = s->num_tokens < s->threads ? (heads + LANES - 1) / LANES : 1;
-    parallel(s->num_tokens * parts, s->threads, [&](int64_t job) {
-        const int64_t t = job / parts, row = s->row_of[t], position = s->positions[t];
-        const int64_t first = job % parts * LANES;
-        const int64_t some = parts == 1 ? heads : std::min(LANES, heads - first);
-        PoolRows rows(window_size + (ratio ? top_k : 0), dim);
-        for (int64_t p = std::max<int64_t>(0, position - window_size + 1); p <= position; p++) {
-            const int64_t slot = s->window_slot(row, p);
-            if (slot >= 0) rows.add(recent, slot);
-        }
-        for (int64_t i = 0; ratio && i < counts[t]; i++) {
-            const int64_t slot = s->entry_slot(row, chosen[t * top_k + i], ratio);
-            if (slot >= 0) rows.add(entries, slot);
-        }
-        float* space = scratch<0, float>(4 * half);
-        float* query = scratch<6, float>(some * dim);
-        const float* from = queries + (t * heads + first) * dim;
-        float* to = out + (t * heads + first) * dim;
-        const Turn there = angles.at(position, false, space);
+    const Attended from{*s, RowPool(window, window_format, dim), RowPool(compressed, format, dim),
+                        window_size, ratio, ratio ? top_k : 0, chosen, counts};
+    const auto turned = [&](int64_t t, int64_t first, int64_t some, float* to) {
+        const Turn there = angles.at(s->positions[t], false, scratch<0, float>(4 * half));
         for (int64_t h = 0; h < some; h++)
-            rotate_row(from + h * dim, dim, there, bf16, query + h * dim);
+            rotate_row(queries + (t * heads + first + h) * dim, dim, there, bf16, to + h * dim);
+    };
+    const auto turn_back = [&](int64_t t, int64_t first, int64_t some, const float* result) {
+        const Turn back = angles.at(s->positions[t], true, scratch<0, float>(4 * half));
+        for (int64_t h = 0; h < some; h++)
+            rotate_row(result + h * dim, dim, back, bf16, out + (t * heads + first + h) * dim);
+    };
+    const auto attend_heads = [&](int64_t t, int64_t first, int64_t some) {
+        PoolRows rows(window_size + from.top_k, dim);
+        from.add_window(t, from.window_start(t), rows);
+        from.add_entries(t, rows);
+        float* query = scratch<6, float>(some * dim);
+        float* to = out + (t * heads + first) * dim;
+        turned(t, first, some, query);
         attend(query, some, dim, rows, sinks + first, bf16, to);
-        const Turn back = angles.at(position, true, space);
-        for (int64_t h = 0; h < some; h++) rotate_row(to + h * dim, dim, back, bf16, to + h * dim);
+        turn_back(t, first, some, to);
+    };
+    if (s->num_tokens < s->threads) {  // heads are shared out; every part unpacks the rows anew
+        const int64_t parts = (heads + LANES - 1) / LANES;
+        return parallel(s->num_tokens * parts, s->threads, [&](int64_t job) {
+            const int64_t first = job % parts * LANES;
+            attend_heads(job / parts, first, std::min(LANES, heads - first));
+        });
+    }
+    const std::vector<Run> runs = attention_runs(*s, window_size);
+    const bool is_packed = tiles_ready() && bf16 && window_format != ROW_FLOAT && (!ratio || format != ROW_FLOAT);
+    const SharedEntries shared(from, is_packed ? runs : std::vector<Run>(), dim);
+    parallel((int64_t)runs.size(), s->threads, [&](int64_t job) {
+        const Run run = runs[job];
+        if (!is_packed || run.count < MIN_SHARED || !share_run(run, from, shared, heads, dim, sinks, turned, turn_back))
+            for (int64_t t = run.first; t < run.first + run.count; t++) attend_heads(t, 0, heads);
     });
 }
 
