@@ -2,7 +2,7 @@
 
 import asyncio
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -13,7 +13,7 @@ from deepmesh.client_errors import ClientError, check_response
 from deepmesh.config import Config, load_config
 from deepmesh.supervisor import Mesh
 
-Messages = Sequence[dict[str, object]]
+Messages = Sequence[Mapping[str, object]]
 Prompt = str | Sequence[int] | Messages  # a raw text, token ids, or a conversation
 
 
@@ -196,7 +196,7 @@ def _private(config: Config | Path | None, folder: str) -> Config:
 
 
 def _request(prompt: Prompt, fields: dict[str, object]) -> tuple[str, dict[str, object]]:
-    if isinstance(prompt, str) or not prompt or not isinstance(prompt[0], dict):
+    if isinstance(prompt, str) or not prompt or not isinstance(prompt[0], Mapping):
         return "/v1/completions", {**fields, "prompt": prompt}
     return "/v1/chat/completions", {**fields, "messages": prompt}
 
