@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from deepmesh.report import Json, publish, report
 
@@ -22,7 +23,7 @@ TELLING = ("in_flight_8", "in_flight_64", "shuffled")
 def run(
     *,
     model: Path,
-    device: str,
+    device: Literal["cpu", "cuda"],
     size: tuple[int, int],
     fault: str = "",
     with_mesh: bool = True,
@@ -42,7 +43,7 @@ def run(
 
     run_dir = Path(tempfile.mkdtemp(prefix="dm-"))  # paths of sockets are short
     jobs = make_jobs(model, *size, has_masks=True)
-    setting = Setting(model, run_dir, jobs, fault=fault)
+    setting = Setting(model, run_dir, jobs, fault=fault, device=device)
     kinds = [job.kind for job in jobs]
     tallies: list[Tally] = []
     groups = Groups(setting)
@@ -121,6 +122,15 @@ def show(found: dict[str, Json]) -> None:
         console.print(f"planted fault {config['break']}: {'caught' if found['ok'] else 'MISSED'}")
 
 
+def _problem(fault: str) -> str:
+    """Why the check cannot run on a GPU; empty: it can."""
+    import torch
+
+    if fault:
+        return "faults are planted on a CPU: use --device cpu"
+    return "" if torch.cuda.is_available() else "no CUDA device is here: use --device cpu"
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Command line."""
     from bench.determinism.faults import FAULTS
@@ -139,11 +149,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="fewer and shorter requests")
     parser.add_argument("--model", type=Path, default=MODEL, help="folder of a checkpoint")
     given = parser.parse_args(arguments)
-    if given.device != "cpu":
-        print(
-            "the check does not drive an executor on a CUDA device yet: use --device cpu",
-            file=sys.stderr,
-        )
+    if given.device == "cuda" and (problem := _problem(given.fault)):
+        print(problem, file=sys.stderr)
         return 2
     logging.disable(logging.WARNING)  # executors are killed on purpose
     found = run(

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepmesh.config import Config
+from services.executor.gpu.engine import GpuEngine
 from services.executor.interface import LiveRows
 from services.executor.masks.grammar_masks import GrammarMasks
 from services.executor.masks.protocol import MaskState
@@ -39,11 +40,7 @@ class KeptEngine(ModelEngine):
     """The engine with the real model; `close` only ends its epoch, `end` gives everything back."""
 
     def __init__(self, config: Config, *, late_masks: bool = False) -> None:
-        name = f"check-{next(_numbers)}"
-        masks = (
-            LateMasks(config, name) if late_masks else GrammarMasks(config, name, lambda *_: None)
-        )
-        super().__init__(config, masks=masks)
+        super().__init__(config, masks=_masks(config, late_masks=late_masks))
 
     def close(self) -> None:
         """Whatever waits ends; weights, KV and mask worker stay."""
@@ -52,3 +49,32 @@ class KeptEngine(ModelEngine):
     def end(self) -> None:
         """Nobody uses it any more."""
         super().close()
+
+
+class KeptGpuEngine(GpuEngine):
+    """The same on a GPU."""
+
+    def __init__(self, config: Config, *, late_masks: bool = False) -> None:
+        super().__init__(config, masks=_masks(config, late_masks=late_masks))
+
+    def close(self) -> None:
+        """See `KeptEngine`."""
+        self.begin_epoch(NO_EPOCH)
+
+    def end(self) -> None:
+        """See `KeptEngine`."""
+        super().close()
+
+
+Kept = KeptEngine | KeptGpuEngine
+
+
+def kept_engine(config: Config, *, late_masks: bool = False) -> Kept:
+    """Of the device that [executor] names."""
+    is_cpu = config.executor.device == "cpu"
+    return (KeptEngine if is_cpu else KeptGpuEngine)(config, late_masks=late_masks)
+
+
+def _masks(config: Config, *, late_masks: bool) -> GrammarMasks:
+    name = f"check-{next(_numbers)}"
+    return LateMasks(config, name) if late_masks else GrammarMasks(config, name, lambda *_: None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from bench.determinism.engines import KeptEngine
+from bench.determinism.engines import Kept, kept_engine
 from bench.determinism.faults import FaultyEngine, seed_by_slot
 from bench.determinism.jobs import Job
 from bench.determinism.outputs import Output
@@ -30,13 +30,14 @@ class Setting:
     jobs: Sequence[Job] = ()
     numerics: str = "bf16"
     fault: str = ""
+    device: Literal["cpu", "cuda"] = "cpu"
 
     def config(self, *, threads: int = 1, ranks: int = 1) -> Config:
         """Of the executors."""
         return Config(
             mesh=MeshConfig(run_dir=str(self.run_dir), model=str(self.model), log_level="error"),
             scheduler=scheduler_config(),
-            executor=ExecutorConfig(threads=threads, ranks=ranks),
+            executor=ExecutorConfig(device=self.device, threads=threads, ranks=ranks),
         )
 
 
@@ -59,7 +60,7 @@ class Groups:
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
-        self._engines: list[KeptEngine] = []
+        self._engines: list[Kept] = []
         self._engine = self._make_engine(setting.config())
         self._numbered = list(enumerate(setting.jobs))
 
@@ -70,6 +71,7 @@ class Groups:
 
     def all(self) -> dict[str, Callable[[], list[Outputs]]]:
         """By name, in the order in which they run. A group may run the jobs several times."""
+        on_cpus = {"threads_2": self._two_threads, "ranks_2": self._two_ranks}
         return {
             "alone": lambda: [self.alone()],
             "in_flight_8": lambda: [self._crowd(8)],
@@ -80,8 +82,7 @@ class Groups:
             "preempted_at_every_position": self._preempted,
             "executor_restart": self._restarted,
             "masks_missed": self._late_masks,
-            "threads_2": self._two_threads,
-            "ranks_2": self._two_ranks,
+            **({} if self._setting.device == "cuda" else on_cpus),
         }
 
     def alone(self) -> Outputs:
@@ -139,7 +140,7 @@ class Groups:
 
     def _late_masks(self) -> list[Outputs]:
         """Rows whose mask is late sample nothing; their last position is computed again."""
-        engine = KeptEngine(self._setting.config(), late_masks=True)
+        engine = kept_engine(self._setting.config(), late_masks=True)
         self._engines.append(engine)
         with self._rig(scheduler_config(), [engine]) as rig:
             outputs = rig.run(self._numbered, 16)
@@ -171,9 +172,7 @@ class Groups:
             return rig.run(jobs or self._numbered, in_flight)
 
     @contextmanager
-    def _rig(
-        self, config: SchedulerConfig, engines: Sequence[KeptEngine] | None = None
-    ) -> Iterator[Rig]:
+    def _rig(self, config: SchedulerConfig, engines: Sequence[Kept] | None = None) -> Iterator[Rig]:
         setting = self._setting
         rig = Rig(
             engines or [self._engine],
@@ -187,9 +186,9 @@ class Groups:
         finally:
             rig.close()
 
-    def _make_engine(self, config: Config) -> KeptEngine:
+    def _make_engine(self, config: Config) -> Kept:
         is_faulty = self._setting.fault not in ("", "seed")
-        engine = FaultyEngine(config, self._setting.fault) if is_faulty else KeptEngine(config)
+        engine = FaultyEngine(config, self._setting.fault) if is_faulty else kept_engine(config)
         self._engines.append(engine)
         return engine
 

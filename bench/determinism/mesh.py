@@ -28,6 +28,7 @@ def killed_executor(setting: Setting) -> Outputs:
         links=LinksConfig(),
         scheduler=scheduler_config(prefix_cache=True),
         telemetry=TelemetryConfig(enabled=False),
+        executor=setting.config().executor,
     )
     file = setting.run_dir / "mesh.toml"
     file.write_text(_toml(config))
@@ -136,7 +137,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 def _toml(config: Config) -> str:
     """What differs from the defaults."""
     lines: list[str] = []
-    for section in ("mesh", "scheduler", "telemetry"):
+    for section in ("mesh", "scheduler", "executor", "telemetry"):
         values = msgspec.to_builtins(getattr(config, section))
         plain = msgspec.to_builtins(type(getattr(config, section))())
         lines.append(f"[{section}]")
