@@ -7,7 +7,7 @@ from kernels import native
 from kernels.moe.gate_ref import route_ref
 
 _A, _N, _R = native.ADDRESS, native.COUNT, native.REAL
-_route = native.lazy("moe", "route", (_A, _A, _N, _N, _N, _R, _R, _A, _A))
+_route = native.lazy("moe", "route", (_A, _A, _N, _N, _N, _R, _R, _A, _A, _N))
 
 
 def route(
@@ -43,5 +43,6 @@ def route(
         temperature,
         expert_ids.data_ptr(),
         weights.data_ptr(),
+        torch.get_num_threads(),
     )
     return expert_ids, weights

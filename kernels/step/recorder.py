@@ -109,7 +109,7 @@ class Recorder:
         """`route`; expert_ids [num_tokens, top_k] int64, shares alike."""
         self.program.call(
             *("moe", "route", scores, bias, self._tokens, scores.shape[1], shares.shape[1]),
-            *(float(scaling), float(temperature), expert_ids, shares),
+            *(float(scaling), float(temperature), expert_ids, shares, self._threads),
         )
 
     def all_experts(

@@ -261,35 +261,46 @@ EXPORT void combine_slots(const float* slots, int64_t tokens, int64_t top_k, int
     combine(slots, tokens, top_k, hidden, nullptr, false, out, 1);
 }
 
-EXPORT void route(const float* scores, const float* bias, int64_t tokens, int64_t experts,
-                  int64_t top_k, float scaling, float temperature, int64_t* ids, float* weights) {
-    const int64_t padded = (experts + LANES - 1) / LANES * LANES;
-    float* affinity = scratch<0, float>(2 * padded);
-    float* choice = affinity + padded;
-    for (int64_t t = 0; t < tokens; t++, scores += experts, ids += top_k, weights += top_k) {
-        for (int64_t e = 0; e < experts; e += LANES) {
-            F a = vsqrt(vsoftplus(load_part(scores + e, experts - e) / temperature));
-            F c = a + load_part(bias + e, experts - e);
-            store(affinity + e, a);
-            store(choice + e, c == c ? c : splat(0.0f));  // not finite: still needs experts
-        }
-        std::vector<bool> taken(experts, false);
-        for (int64_t k = 0; k < top_k; k++) {
-            int64_t best = -1;
-            for (int64_t e = 0; e < experts; e++)
-                if (!taken[e] && (best < 0 || choice[e] > choice[best])) best = e;
-            taken[best] = true;
-        }
-        int64_t k = 0;
-        float total = 0.0f;
-        for (int64_t e = 0; e < experts; e++)
-            if (taken[e]) {
-                ids[k] = e, weights[k] = affinity[e];
-                total = k ? total + affinity[e] : affinity[e];
-                k++;
-            }
-        for (k = 0; k < top_k; k++) weights[k] = weights[k] / (total + 1e-20f) * scaling;
+constexpr int64_t ROUTE_TOKENS = 32;  // a job
+
+// The experts of one token, ascending, and their weights; `room` for twice as many floats as there
+// are experts, in whole lanes.
+static void route_token(const float* scores, const float* bias, int64_t experts, int64_t top_k,
+                        float scaling, float temperature, float* room, int64_t* ids, float* weights) {
+    float *affinity = room, *choice = room + (experts + LANES - 1) / LANES * LANES;
+    for (int64_t e = 0; e < experts; e += LANES) {
+        F a = vsqrt(vsoftplus(load_part(scores + e, experts - e) / temperature));
+        F c = a + load_part(bias + e, experts - e);
+        store(affinity + e, a);
+        store(choice + e, c == c ? c : splat(0.0f));  // not finite: still needs experts
     }
+    std::vector<bool> taken(experts, false);
+    for (int64_t k = 0; k < top_k; k++) {
+        int64_t best = -1;
+        for (int64_t e = 0; e < experts; e++)
+            if (!taken[e] && (best < 0 || choice[e] > choice[best])) best = e;
+        taken[best] = true;
+    }
+    int64_t k = 0;
+    float total = 0.0f;
+    for (int64_t e = 0; e < experts; e++)
+        if (taken[e]) {
+            ids[k] = e, weights[k] = affinity[e];
+            total = k ? total + affinity[e] : affinity[e];
+            k++;
+        }
+    for (k = 0; k < top_k; k++) weights[k] = weights[k] / (total + 1e-20f) * scaling;
+}
+
+EXPORT void route(const float* scores, const float* bias, int64_t tokens, int64_t experts,
+                  int64_t top_k, float scaling, float temperature, int64_t* ids, float* weights,
+                  int64_t threads) {
+    parallel((tokens + ROUTE_TOKENS - 1) / ROUTE_TOKENS, threads, [&](int64_t job) {
+        float* room = scratch<0, float>(2 * (experts + LANES));
+        for (int64_t t = job * ROUTE_TOKENS; t < std::min(tokens, (job + 1) * ROUTE_TOKENS); t++)
+            route_token(scores + t * experts, bias, experts, top_k, scaling, temperature, room,
+                        ids + t * top_k, weights + t * top_k);
+    });
 }
 
 CALLABLE(expert_mlp)
