@@ -27,13 +27,14 @@ def state_of(pool: BlockPool) -> tuple[object, ...]:
     return (columns, free, kept, fenced, pool.num_pinned)
 
 
-@given(EVENTS)
+@given(EVENTS, st.sampled_from([0, 4, 100]))
 def test_a_pass_over_all_ranks_does_what_single_calls_do(
     events: list[tuple[str, Random]],
+    few: int,
 ) -> None:
     single = [BlockPool(total) for total in TOTALS]
     pools = [BlockPool(total) for total in TOTALS]
-    joined = RankPools(pools)
+    joined = RankPools(pools, few=few)
     for step, (kind, draw) in enumerate(events, 1):
         chosen = [
             (rank, block)

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from .block_pool import BlockPool
 
+FEW = 16  # a pass costs as much as about so many single calls
 Blocks = NDArray[np.int32] | NDArray[np.int64]  # by number, of the rank beside each
 
 
@@ -17,9 +18,11 @@ class RankPools:
     move in one pass, and only the free lists are looked at block by block.
     """
 
-    def __init__(self, pools: Sequence[BlockPool]) -> None:
+    def __init__(self, pools: Sequence[BlockPool], *, few: int = FEW) -> None:
+        """Up to `few` blocks are moved one by one."""
         shape = (len(pools), max(pool.total for pool in pools))
         self._pools = pools
+        self._few = few
         self._width = shape[1]
         self._held = np.zeros(shape, np.int32)
         self._cached = np.zeros(shape, np.int32)
@@ -49,6 +52,10 @@ class RankPools:
     def release(self, ranks: NDArray[np.intp], blocks: Blocks, fences: NDArray[np.int64]) -> None:
         """One holder less of each block; steps up to its fence may still touch it. A block may
         come more than once, with as many holders."""
+        if len(blocks) <= self._few:
+            for rank, block, until in _listed(ranks, blocks, fences):
+                self._pools[rank].release(block, until)
+            return
         at = ranks * self._width + blocks
         held, fence = self._held.ravel(), self._fence.ravel()
         np.subtract.at(held, at, 1)
@@ -63,12 +70,20 @@ class RankPools:
 
     def keep(self, ranks: NDArray[np.intp], blocks: Blocks) -> None:
         """The prefix indices keep these blocks, which are held."""
+        if len(blocks) <= self._few:
+            for rank, block, _ in _listed(ranks, blocks, blocks):
+                self._pools[rank].keep(block)
+            return
         at = ranks * self._width + blocks
         assert (self._held.ravel()[at] > 0).all(), "a block is not held"
         np.add.at(self._cached.ravel(), at, 1)
 
     def drop(self, ranks: NDArray[np.intp], blocks: Blocks) -> None:
         """The prefix indices let these blocks go."""
+        if len(blocks) <= self._few:
+            for rank, block, _ in _listed(ranks, blocks, blocks):
+                self._pools[rank].drop(block)
+            return
         at = ranks * self._width + blocks
         cached = self._cached.ravel()
         np.subtract.at(cached, at, 1)
@@ -90,3 +105,11 @@ class RankPools:
         ranks: list[int] = (at // self._width).tolist()
         blocks: list[int] = (at % self._width).tolist()
         return zip(ranks, blocks, strict=True)
+
+
+def _listed(
+    ranks: NDArray[np.intp], blocks: Blocks, more: Blocks
+) -> Iterator[tuple[int, int, int]]:
+    """The columns row by row, as plain ints."""
+    columns: tuple[list[int], ...] = (ranks.tolist(), blocks.tolist(), more.tolist())
+    return zip(*columns, strict=True)
