@@ -42,11 +42,17 @@ def order(epoch: int = 1) -> Load:
     return Load(epoch, rank=0, ranks=1, model=str(MODEL), numerics="bf16")
 
 
-@pytest.fixture(scope="module", params=["fake", "model"])
+@pytest.fixture(
+    scope="module", params=["fake", "model", pytest.param("gpu", marks=pytest.mark.gpu)]
+)
 def loaded(request: pytest.FixtureRequest) -> Iterator[StreamExecutor]:
     """One executor a kind; each test begins an engine epoch of its own."""
     if request.param == "fake":
         executor = StreamExecutor(FakeEngine(CONFIG))
+    elif request.param == "gpu":
+        from services.executor.gpu.engine import GpuEngine
+
+        executor = StreamExecutor(GpuEngine(CONFIG))
     else:
         from services.executor.runner import ModelEngine
 
