@@ -86,12 +86,15 @@ class Rig:
         """
         self.outputs, self._job_of = {}, {}
         waiting = list(reversed(jobs))
+        last = time.monotonic()  # when a result came
         while waiting or self._num_open:
             while waiting and self._num_open < in_flight:
                 self._ask(*waiting.pop())
             self._feed(Tick())
-            if self._num_open and not self._poll():
-                assert self._bell.acquire(timeout=WAIT_S), "no result: the device hangs"
+            if self._poll():
+                last = time.monotonic()
+            elif self._num_open and not self._bell.acquire(timeout=self.core.idle_for()):
+                assert time.monotonic() - last < WAIT_S, "no result: the device hangs"
             hook(self)
         return self.outputs
 
