@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from deepmesh.config import Config, ConfigError, ExecutorConfig
 from deepmesh.wire.messages import Pool
+from services.executor.__main__ import make_engine
+from services.executor.gpu.engine import GpuEngine
 from services.executor.gpu.model import DeviceModel, load_device_model
 from services.executor.gpu.random_model import random_device_model
 from services.executor.kv_cache import KvCache
@@ -134,3 +137,14 @@ def test_a_cache_of_other_rows_is_refused(device: str) -> None:
     cache = KvCache(model.config, 2, 2, 2, packed=False, device=device)
     with pytest.raises(ValueError, match="fp32: the cache holds plain floats"):
         run_steps(model, cache, [Request([5, 6], [0], [0], 0)], [])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+def test_a_machine_without_a_gpu_says_so() -> None:
+    with pytest.raises(ConfigError, match="no CUDA device is here; use 'cpu'"):
+        make_engine(Config(executor=ExecutorConfig(device="cuda")))
+
+
+def test_a_group_of_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="a group of ranks needs"):
+        GpuEngine(Config(executor=ExecutorConfig(ranks=2)), device="cpu")
