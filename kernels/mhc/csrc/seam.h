@@ -183,11 +183,6 @@ EXPORT void step_seam(const Step* s, float* streams, int64_t hc, int64_t hidden,
     const auto prepare = [&](int64_t first, int64_t end) {
         for (int64_t t = first; t < end; t++) {
             float* x = streams + t * inner;
-            if (t + 1 < end) {  // the hardware stops at each page
-                for (int64_t c = 0; c < inner; c += LANES) __builtin_prefetch(x + inner + c, 1, 2);
-                for (int64_t c = 0; y && c < hidden; c += LANES)
-                    __builtin_prefetch(y + (t + 1) * hidden + c, 0, 2);
-            }
             if (y)
                 expand_token(x, y + t * hidden, post + t * hc, comb + t * hc * hc, hc, hidden, bf16, x);
             if (u) collapse_token(x, pre + t * hc, hc, hidden, norm, eps, bf16, u + t * hidden);
