@@ -33,6 +33,7 @@ from deepmesh.supervisor import Mesh
 
 Case = dict[str, Json]
 MIN_RATIO, MAX_NULL_SHARE, MAX_ITL_RISE = 0.85, 0.05, 0.2
+METRICS_S = 10.0  # until metrics count what has ended
 ITEMS = (
     {"type": "string", "maxLength": 12},
     {"type": "integer", "minimum": -500, "maximum": 500},
@@ -146,10 +147,11 @@ async def burst(url: str, model: str, options: argparse.Namespace) -> Case:
     numbers = itertools.count(1_000)
     p99: dict[bool, list[float]] = {False: [], True: []}
     null = rows = errors = whole = 0
+    after = await _metrics(url)
     for grammar in [False, True] * options.repeats:
-        before = await _metrics(url)
+        before = after
         background, arrived, answers = await _one_burst(client, model, numbers, options, grammar)
-        after = await _metrics(url)
+        after = await _ended(url, before, len(background) + len(answers))
         gaps = np.concatenate([np.diff(answer.times) for answer in background])
         ends = np.concatenate([np.array(answer.times[1:]) for answer in background])
         last = max(answer.end_s for answer in answers)
@@ -207,6 +209,21 @@ async def _one_burst(
     return background, arrived, answers
 
 
+async def _ended(url: str, before: dict[str, float], count: int) -> dict[str, float]:
+    """Metrics that count the ends of so many requests: they lag behind answers.
+
+    Raises RigError after METRICS_S.
+    """
+    deadline = time.monotonic() + METRICS_S
+    while time.monotonic() < deadline:
+        found = await _metrics(url)
+        ends = (found[name] - before[name] for name in ("replica_finished", "replica_failed"))
+        if sum(ends) >= count:
+            return found
+        await asyncio.sleep(0.05)
+    raise RigError(f"{url}/metrics does not count {count} ends within {METRICS_S:g} s")
+
+
 async def _metrics(url: str) -> dict[str, float]:
     async with httpx.AsyncClient() as client:
         text = (await client.get(f"{url}/metrics", timeout=10)).text
@@ -241,9 +258,9 @@ def main() -> int:
         try:
             with running(config) as mesh, console.status("structured output"):
                 model = config.served_model
-                cases = [
-                    asyncio.run(throughput(mesh, model, options)),
+                cases = [  # the burst counts what a fresh mesh tells
                     asyncio.run(burst(mesh.url, model, options)),
+                    asyncio.run(throughput(mesh, model, options)),
                 ]
         except RigError as error:
             print(f"deepmesh bench structured: {error}", file=sys.stderr)

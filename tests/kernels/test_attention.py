@@ -11,6 +11,7 @@ from torch import Tensor
 from kernels.attention.block_slots import BlockTable
 from kernels.attention.compress import pool_pairs
 from kernels.attention.index_scores import index_scores
+from kernels.attention.pools import RowFormat, RowPool
 from kernels.attention.rope import TABLE_POSITIONS, RopeTable, frequencies, rotate
 from kernels.attention.select import candidate_blocks, top_k_indices
 from kernels.attention.sparse import sparse_attention
@@ -188,3 +189,20 @@ def test_attention_rounds_probabilities_only_when_asked() -> None:
     exact = sparse_attention(*args, torch.zeros(2), bf16=False)
     rounded = sparse_attention(*args, torch.zeros(2), bf16=True)
     assert 0 < (exact - rounded).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_token_without_any_row_gives_zeros(packed: bool, bf16: bool) -> None:
+    """And leaves the one beside it as it is alone."""
+    window: Tensor | RowPool = torch.randn(5, 64)
+    if packed:
+        rows = torch.randint(0, 120, (5, RowFormat.FP8.row_bytes(64)), dtype=torch.uint8)
+        window = RowPool(rows, RowFormat.FP8, 64)
+    queries = torch.randn(2, 16, 64).bfloat16().float()
+    slots = torch.tensor([[4, 4], [0, 1]])
+    sinks = torch.zeros(16)
+    found = sparse_attention(queries, window, slots, None, None, sinks, bf16=bf16)
+    alone = sparse_attention(queries[1:], window, slots[1:], None, None, sinks, bf16=bf16)
+    assert found[0].eq(0).all()
+    assert torch.equal(found[1:], alone)

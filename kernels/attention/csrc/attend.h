@@ -53,6 +53,10 @@ INLINE void put_weights(const float* weights, int64_t n, int64_t stride, const O
 static void attend(const float* queries, int64_t heads, int64_t dim, const PoolRows& rows,
                    const float* sinks, bool bf16, float* out) {
     const int64_t n = rows.count(), width = (heads + LANES - 1) / LANES * LANES;
+    if (n == 0) {  // tiles want a row
+        std::fill_n(out, heads * dim, 0.0f);
+        return;
+    }
     const bool in_tiles = tiles_ready() && bf16 && rows.is_exact() && are_halves(queries, dim, heads, dim);
     const Operand q = Operand::make<1>(heads, dim, in_tiles);
     for (int64_t h = 0; h < heads; h++) q.put(h, queries + h * dim);
