@@ -9,18 +9,41 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo test long check system ci mutants test-gpu bench clean distclean
+# Tests at once; each file stays in one process. JOBS=0 runs them one after the other.
+JOBS ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc); echo $$((n > 8 ? 8 : n)))
+PYTEST := $(BIN)/python -m pytest
+PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+# Two runs of pytest, the second one also behind a failed first one: what measures time runs alone.
+# $(1): the tests; $(2): files to look for them in. ARGS may leave one of the two runs without any
+# (status 5), not both.
+marked = $(if $(ARGS),,$(sort $(shell grep -rlE --include='test_*.py' 'mark\.$(1)\b' tests)))
+define run_tests
+@first=0; second=0; \
+echo "---- $(1): $(JOBS) at once"; \
+$(PYTEST) $(PARALLEL) -m "($(1)) and not alone" $(2) $(ARGS) || first=$$?; \
+echo "---- $(1): what runs alone"; \
+$(PYTEST) -m "($(1)) and alone" $(call marked,alone) $(ARGS) || second=$$?; \
+case $$first/$$second in 0/0 | 0/5 | 5/0) ;; *) exit 1 ;; esac
+endef
+
+.PHONY: help licences fuzz venv kernels demo test long large check system system-all chaos chaos-long soak ci mutants test-gpu bench clean distclean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo      set up, start the whole mesh, ask it three questions, check the answers"
-	@echo "make test      set up, and all tests that need no root, no server and no GPU"
+	@echo "make test      set up, and all tests that need no root, no server and no GPU; JOBS=N files at once"
 	@echo "make long      tests of whole meshes that take minutes"
+	@echo "make large     groups of 128 ranks in the simulator, 20 kills of ranks: minutes each, by hand"
 	@echo "make check     ruff and pyright"
-	@echo "make system    containers and collectors: needs root, installs its tools"
-	@echo "make ci        check, test, long, system"
+	@echo "make system    containers and collectors: needs root, installs its tools; system-all: containers under load, too"
+	@echo "make chaos     3 minutes of random faults under streams; chaos-long: 210 of them"
+	@echo "make soak      30 minutes at 80 % load: what grows or gets slower is named; by hand"
+	@echo "make ci        check, test, long, system, chaos"
 	@echo "make mutants   put known bugs back one by one; each must be caught by its tests"
 	@echo "make test-gpu  tests that need a CUDA device"
+	@echo "make fuzz      MINUTES=60: all fuzz targets by coverage; what is found is kept"
+	@echo "make licences  writes docs/licences.md: what runs with deepmesh, and how it is licensed"
 	@echo "make bench     NAME=...: one benchmark of bench/"
 	@echo "make clean     remove caches and build outputs; distclean: the environment, too"
 
@@ -36,11 +59,17 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)
 	$(BIN)/deepmesh demo
 
-test: $(STAMP)
-	$(BIN)/python -m pytest -m "not gpu and not system and not long" $(ARGS)
+kernels: $(STAMP)
+	$(BIN)/python -m kernels.native
 
-long: $(STAMP)
-	$(BIN)/python -m pytest -m long $(ARGS)
+test: kernels
+	$(call run_tests,not gpu and not system and not long and not large)
+
+long: kernels
+	$(call run_tests,long and not gpu,$(call marked,long))
+
+large: $(STAMP)
+	$(BIN)/python -m pytest -m "large and not system" $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -49,15 +78,36 @@ check: $(STAMP)
 
 system: $(STAMP)
 	tests/system/install.sh $(BIN)/python
+	$(BIN)/python -m pytest -m "system and not large" tests/system $(ARGS)
+
+system-all: $(STAMP)
+	tests/system/install.sh $(BIN)/python
 	$(BIN)/python -m pytest -m system tests/system $(ARGS)
 
-ci: check test long system
+chaos: $(STAMP)
+	$(BIN)/python -m tests.chaos --seconds 180 --slack 2 $(ARGS)
+
+chaos-long: $(STAMP)
+	$(BIN)/python -m tests.chaos --seconds 3600 --faults 210 $(ARGS)
+
+soak: kernels
+	$(BIN)/python -m tests.soak $(ARGS)
+
+ci: check test long system chaos
 
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants $(ARGS)
 
 test-gpu: $(STAMP)
-	$(BIN)/python -m pytest -m gpu $(ARGS)
+	$(BIN)/python -m pytest -m gpu -rs $(ARGS)
+
+MINUTES ?= 60
+fuzz: $(STAMP)
+	$(BIN)/python -m pip install --quiet --editable ".[fuzz]"
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(ARGS)
+
+licences: $(STAMP)
+	$(BIN)/python -m tools.licences
 
 bench: $(STAMP)
 	@test -n "$(NAME)" -a -f "bench/$(NAME).py" || { echo "NAME= one of: $(basename $(notdir $(wildcard bench/*.py)))" >&2; exit 2; }

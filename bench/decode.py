@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from bench.accounting import kv_bytes, mean_experts, weight_bytes
 from bench.checkpoints import Checkpoint, add_options, open_checkpoint
 from bench.floor import Memory, Peace, seconds
+from bench.gpu.options import decode_options, wants_gpu
+from bench.gpu.options import main as gpu_main
 from bench.offline import Offline, random_rows, use_threads
 from bench.peers.link import Peer
 from bench.peers.running import Turns, attempt, peer_figures, started
@@ -209,8 +211,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Json]:
 
 
 def main() -> int:
-    """Command line."""
+    """Command line; with `--device cuda` that of bench/gpu/decode.py."""
+    if wants_gpu(sys.argv[1:]):
+        from bench.gpu import decode as gpu
+
+        return gpu_main("decode", gpu.__doc__, gpu.run, decode_options)
     parser = argparse.ArgumentParser(prog="deepmesh bench decode", description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     add_options(parser)
     add_peer_options(parser)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 64])

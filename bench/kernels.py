@@ -15,6 +15,8 @@ import torch
 
 from bench.checkpoints import TINY
 from bench.floor import Memory, Peace, seconds
+from bench.gpu.options import kernel_options, wants_gpu
+from bench.gpu.options import main as gpu_main
 from bench.kernel_cases import Case, cases
 from bench.offline import use_threads
 from bench.tables import bar, show
@@ -108,8 +110,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Json]:
 
 
 def main() -> int:
-    """Command line."""
+    """Command line; with `--device cuda` that of bench/gpu/kernels.py."""
+    if wants_gpu(sys.argv[1:]):
+        from bench.gpu import kernels as gpu
+
+        return gpu_main("kernels", gpu.__doc__, gpu.run, kernel_options)
     parser = argparse.ArgumentParser(prog="deepmesh bench kernels", description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     names: Sequence[str] = ["tiny", *PRESETS]
     parser.add_argument("--shapes", nargs="+", choices=names, default=["tiny", "v41-medium"])
     parser.add_argument("--op", nargs="+", help="only these kernels")

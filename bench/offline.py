@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bench.accounting import Touched, as_sets
+from bench.watcher import Watcher
 from deepmesh.config import load_config
 from deepmesh.wire.messages import (
     BlockOp,
@@ -23,8 +24,6 @@ from deepmesh.wire.messages import (
     SubmitStep,
 )
 from deepmesh.wire.packed import BLOCK, SLOT, pack_ids
-from kernels.comm.comm import Arrivals
-from kernels.moe.experts import combine_slots
 from services.executor.batch import BatchRow, StepBatch
 from services.executor.interface import LiveRows, OnProgress
 from services.executor.models.deepseek_v41 import DeepseekV41
@@ -33,24 +32,6 @@ from services.executor.slots import SlotTable
 
 FIRST_ID = 32  # special tokens lie below
 _STEP = SubmitStep(1, 1, 1, 1, Descriptor(StepKind.DECODE, 0, 0), rows=b"")
-
-
-class Watcher:
-    """An `Exchange` of one rank that notes which experts each layer routes to."""
-
-    ranks = 1
-
-    def __init__(self) -> None:
-        self.layers: list[set[int]] = []
-
-    def dispatch(self, x: Tensor, expert_ids: Tensor, weights: Tensor, owners: Tensor) -> Arrivals:
-        """All tokens stay."""
-        self.layers.append(set(expert_ids.flatten().tolist()))
-        return Arrivals(x, expert_ids, weights)
-
-    def combine(self, slots: Tensor) -> Tensor:
-        """Add the slots."""
-        return combine_slots(slots)
 
 
 class Offline:
@@ -82,8 +63,9 @@ class Offline:
         self.engine.begin_epoch(1)
         model = self.engine.model
         assert isinstance(model, DeepseekV41)
-        self._watcher = Watcher()
-        self._watched = DeepseekV41(model.config, model.weights, model.numerics, self._watcher)
+        self._routed: list[set[int]] = []  # experts of each layer, of the latest look
+        watcher = Watcher(lambda ids: self._routed.append(set(ids.flatten().tolist())))
+        self._watched = DeepseekV41(model.config, model.weights, model.numerics, watcher)
         self.config = model.config
         self._rows, self._blocks = rows, blocks
         self._slots = SlotTable(self.capacity)
@@ -116,11 +98,11 @@ class Offline:
 
     def touched(self, rows: int, position: int) -> Touched:
         """The same step once more, to see where it goes: the same bits, the same experts."""
-        self._watcher.layers.clear()
+        self._routed.clear()
         self._watched.forward(self._batch(range(rows), position), self.engine.cache)
-        assert len(self._watcher.layers) == self.config.num_hidden_layers
+        assert len(self._routed) == self.config.num_hidden_layers
         ids = tuple(self._slots.tokens[:rows, position].tolist())
-        return Touched(as_sets(self._watcher.layers), ids, (position,) * rows)
+        return Touched(as_sets(self._routed), ids, (position,) * rows)
 
     def logits(self, row: int, position: int) -> Tensor:
         """[1, vocab_size]: of one token of one row, computed once more."""

@@ -19,6 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from bench.gpu.options import main as gpu_main
+from bench.gpu.options import wants_gpu
 from bench.rig.cases import Case, choose
 from bench.rig.metrics import Window
 from bench.rig.run import Run, run
@@ -44,7 +46,7 @@ def case_figures(case: Case, runs: Sequence[Run]) -> dict[str, Json]:
     steal = max(one.load.steal for one in runs)
     others = max(one.load.others or 0.0 for one in runs)
     return {
-        "device": "cpu",
+        "device": case.device,
         "step_ms": case.step_ms,
         "rows": case.rows,
         "depth": case.depth,
@@ -57,7 +59,7 @@ def case_figures(case: Case, runs: Sequence[Run]) -> dict[str, Json]:
         "bubble_ratio": round(median(lambda r: _bubble(r.window)), 5),
         "exposed_cpu_us_mean": round(median(lambda r: _exposed(r.window)) / 1e3, 2),
         "ideal_ratio": round(statistics.median(ratios), 4) if ratios else None,
-        "sync_calls": 0,
+        "sync_calls": max((int(one.waits[0]) for one in runs if one.waits), default=0),
         "lead_ms_p50": round(float(np.median(leads)), 3),
         "lead_ms_p01": round(float(np.percentile(leads, 1)), 3),
         "exposed_share": round(float((leads < 0).mean()), 4),
@@ -162,7 +164,11 @@ def show(figures: Sequence[dict[str, Json]], judged: Sequence[dict[str, Json]]) 
 
 
 def main() -> int:
-    """1 if a replay gave other tokens than its run."""
+    """1 if a replay gave other tokens than its run; with `--device cuda`: bench/gpu/overlap.py."""
+    if wants_gpu(sys.argv[1:]):
+        from bench.gpu import overlap as gpu
+
+        return gpu_main("overlap", gpu.__doc__, gpu.run, gpu.options)
     arguments = _arguments()
     cases = choose(
         rows=arguments.rows,
@@ -193,6 +199,7 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 64, 256])
     parser.add_argument("--step-ms", type=float, nargs="+", default=[5.0, 20.0])
     parser.add_argument("--depth", type=int, nargs="+", default=[1, 2], choices=[1, 2, 3])

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from bench.accounting import linear_shapes, prefill_flops
 from bench.checkpoints import Checkpoint, add_options, open_checkpoint
 from bench.floor import SQUARE, Peace, matmul_seconds, seconds
+from bench.gpu.options import main as gpu_main
+from bench.gpu.options import prefill_options, wants_gpu
 from bench.offline import Offline, random_rows, use_threads
 from bench.peers.link import Peer
 from bench.peers.running import Turns, attempt, peer_figures, started
@@ -166,8 +168,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Json]:
 
 
 def main() -> int:
-    """Command line."""
+    """Command line; with `--device cuda` that of bench/gpu/prefill.py."""
+    if wants_gpu(sys.argv[1:]):
+        from bench.gpu import prefill as gpu
+
+        return gpu_main("prefill", gpu.__doc__, gpu.run, prefill_options)
     parser = argparse.ArgumentParser(prog="deepmesh bench prefill", description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     add_options(parser)
     add_peer_options(parser)
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512, 2048])

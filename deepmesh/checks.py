@@ -30,6 +30,7 @@ class Check(msgspec.Struct, frozen=True):
 def all_checks(path: Path | None) -> list[Check]:
     """Everything, in the order in which it has to work."""
     # which are written in terms of `Check`
+    from deepmesh.handover_checks import check_handovers
     from deepmesh.kvstore_checks import check_kvstores
     from deepmesh.link_checks import check_links
 
@@ -43,6 +44,7 @@ def all_checks(path: Path | None) -> list[Check]:
     checks.append(check_model(Path(config.mesh.model), needs_weights=_needs_weights(config)))
     checks.append(check_grammars(config))
     checks += check_kvstores(config)
+    checks += check_handovers(config)
     return [*checks, *check_links(config), *check_mesh(config)]
 
 

@@ -3,6 +3,6 @@
 from isal import isal_zlib
 
 
-def crc32(data: bytes | memoryview) -> int:
-    """The checksum of a payload."""
-    return isal_zlib.crc32(data)  # pyright: ignore[reportUnknownMemberType]: an untyped buffer
+def crc32(data: bytes | memoryview, before: int = 0) -> int:
+    """The checksum of a payload; of the rest of one, `before` being that of what comes first."""
+    return isal_zlib.crc32(data, before)  # pyright: ignore[reportUnknownMemberType]: an untyped buffer

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -45,7 +45,9 @@ def _unknown(key: str, section: str, config: type[msgspec.Struct]) -> str:
 def _wrong(what: str, path: str, config: type[msgspec.Struct]) -> str:
     if what.startswith("Invalid enum value "):
         section, _, key = path.partition(".")
-        values = get_args(_keys(dict(_fields(config))[section])[key])
+        values = get_args(_keys(dict(_fields(config))[section])[key.partition("[")[0]])
+        if values and get_origin(values[0]) is Literal:  # of a list's items
+            values = get_args(values[0])
         value = what.removeprefix("Invalid enum value ")
         return f"{value} is none of {', '.join(map(repr, values))}"
     for name, kind in _KINDS.items():

@@ -79,24 +79,32 @@ def _schema_source(text: str) -> str:
         raise GrammarError(str(error)) from error
 
 
-def grammar_problem(grammar: Grammar) -> str:
+def problem_of(grammar: Grammar) -> str:
     """Why it cannot be compiled, in llguidance's words; empty if it can.
 
-    Needs no vocabulary: what depends on one (tokens by name or number) is not looked at. The
-    verdicts on the last few thousand grammars are kept: clients send the same ones again and again.
+    Needs no vocabulary: what depends on one (tokens by name or number) is not looked at. One that a
+    stranger sent may end this process: `grammar_judge` asks here in a child.
     """
-    if (known := _verdicts.get(grammar.hash)) is not None:
-        return known
     try:
         source = llguidance_source(grammar)
         text = LLMatcher.validate_grammar(source, limits=compile_limits())
-        problem = "" if text.startswith("WARNING") else text
+        return "" if text.startswith("WARNING") else text
     except GrammarError as error:
-        problem = str(error)
+        return str(error)
+    except ValueError as error:  # half a surrogate pair
+        return f"it is no text: {error}"
+
+
+def known_problem(grammar: Grammar) -> str | None:
+    """The verdict on a grammar that has been judged lately; None: it has not."""
+    return _verdicts.get(grammar.hash)
+
+
+def remember(grammar: Grammar, problem: str) -> None:
+    """Keep a verdict."""
     if len(_verdicts) >= _MAX_VERDICTS:
         _verdicts.clear()
     _verdicts[grammar.hash] = problem
-    return problem
 
 
 def schema_text(schema: object) -> str:

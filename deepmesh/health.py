@@ -52,13 +52,16 @@ def problem_of(name: str, config: "Config") -> str:
     """Why the process of that name on this machine is not ready; empty: it is.
 
     Args:
-        name: such as "scheduler-0"; a gateway is asked itself.
+        name: such as "scheduler-0"; "tokenizer": the one that runs here, whatever its number. A
+            gateway is asked itself.
     """
     if name.partition("-")[0] == "gateway":
         from deepmesh.gateway_address import gateway_problem, gateway_url
 
         return gateway_problem(gateway_url(config))
     path = ready_path(config.mesh.run_dir, name)
+    if "-" not in name:
+        path = next(path.parent.glob(f"{name}-*.ready"), path)
     try:
         age_s = time.time() - path.stat().st_mtime
     except OSError as error:

@@ -2,23 +2,23 @@
 
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+
 from deepmesh.checks import Check
 from deepmesh.config import Config
-from deepmesh.wire.inbox import Inbox
-from deepmesh.wire.link import Mail, PeerUp
-from deepmesh.wire.messages import GetStoreStats, StoreStats
-from deepmesh.wire.sockets import Dialer, Identity
+from deepmesh.store_operator import ANSWER_S, ask_stats
 
-ANSWER_S = 2.0
+REDIS_S = 2.0
 _MIB = 1 << 20
 
 
 def check_kvstores(config: Config) -> Iterator[Check]:
     """Nothing to say where no kvstore is configured or all run elsewhere."""
+    if config.kvstore.count and config.kvstore.redis_url:
+        yield _check_redis(config)
     if not config.kvstore.count or config.kvstore.address:
         return
     yield from _check_memory(config)
@@ -69,12 +69,50 @@ def _check_disk(config: Config) -> Iterator[Check]:
         yield Check("kvstore disk", "ok", text)
 
 
+def _check_redis(config: Config) -> Check:
+    """A kvstore does without it; what it says of itself is better known before."""
+    import redis
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+
+    settings, name = config.kvstore, "kvstore Redis"
+    client = redis.Redis.from_url(  # pyright: ignore[reportUnknownMemberType]: its **kwargs
+        settings.redis_url,
+        socket_timeout=REDIS_S,
+        socket_connect_timeout=REDIS_S,
+        retry=Retry(NoBackoff(), 0),
+    )
+    where = settings.redis_url.rpartition("@")[2]  # without a password
+    try:
+        client.eval("return 1", 0)
+        found: object = client.info("memory")  # pyright: ignore[reportUnknownMemberType]: as above
+        memory = msgspec.convert(found, _RedisMemory, strict=False)
+    except (redis.RedisError, OSError, ValueError) as error:
+        return Check(name, "warn", f"{where}: {error}", "start it, or correct kvstore.redis_url")
+    finally:
+        client.close()
+    wanted, most = settings.redis_max_bytes, memory.maxmemory
+    text = f"{where}: {wanted // _MIB} MiB wanted, {memory.used_memory // _MIB} MiB in use"
+    if most and most < wanted:
+        step = "lower kvstore.redis_max_bytes, or raise its maxmemory"
+        return Check(name, "warn", f"{text}, maxmemory is {most // _MIB} MiB", step)
+    return Check(name, "ok", text)
+
+
+class _RedisMemory(msgspec.Struct):
+    """Of what INFO says."""
+
+    used_memory: int = 0
+    maxmemory: int = 0
+
+
 def _check_running(config: Config, index: int) -> Check:
     name = f"kvstore-{index}"
-    values = ask_stats(config, index)
-    if values is None:
+    stats = ask_stats(config, index)
+    if stats is None:
         found = f"{config.kvstore_address(index)}: no answer within {ANSWER_S:g} s"
         return Check(name, "warn", found, f"read the log of {name}")
+    values = dict(stats.values)
     memory, disk = (values.get(f"{tier}_bytes", 0) // _MIB for tier in ("memory", "disk"))
     asked, hit = values.get("lookup_blocks", 0), values.get("hit_blocks", 0)
     found = (
@@ -82,29 +120,10 @@ def _check_running(config: Config, index: int) -> Check:
         f"{values.get('disk_items', 0)} of {disk} MiB on disk, {values.get('records', 0)} records; "
         f"{hit} of {asked} blocks asked for were there"
     )
-    damaged = values.get("damaged", 0) + values.get("disk_damaged", 0)
+    if config.kvstore.redis_url and not values.get("shared_up"):
+        return Check(name, "warn", f"{found}; Redis does not answer", "it goes on without")
+    damaged = sum(values.get(f"{tier}damaged", 0) for tier in ("", "disk_", "shared_"))
     if damaged:
         step = "each was computed again; if it grows, test the memory and the disk"
         return Check(name, "warn", f"{found}; {damaged} damaged", step)
     return Check(name, "ok", found)
-
-
-def ask_stats(config: Config, index: int) -> dict[str, int] | None:
-    """The figures of a running kvstore of this machine; None when it does not answer."""
-    me = Identity.new("operator", f"operator-{os.getpid()}", config)
-    link = Dialer(config.kvstore_address(index), me, config.links)
-    inbox = Inbox(link)
-    deadline = time.monotonic() + ANSWER_S
-    try:
-        while (left := deadline - time.monotonic()) > 0:
-            for event in inbox.wait(left):
-                match event:
-                    case PeerUp():
-                        link.send(GetStoreStats(1))
-                    case Mail(message=StoreStats(values=values)):
-                        return dict(values)
-                    case _:
-                        pass
-        return None
-    finally:
-        inbox.close()

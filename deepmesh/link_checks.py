@@ -76,13 +76,15 @@ def check_addresses(config: Config) -> Iterator[Check]:
 
 def _check_address(address: str, service: str) -> Check:
     host, port = split_tcp(address)
-    began = time.monotonic()
+    began, key = time.monotonic(), f"{service}.address"
+    if service == "executor":
+        key = "executor.handover_address"
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S):
             took_ms = 1000 * (time.monotonic() - began)
         return Check(service, "ok", f"{address} answers ({took_ms:.0f} ms)")
     except socket.gaierror:
-        step = f"correct {service}.address, or the resolver of this machine"
+        step = f"correct {key}, or the resolver of this machine"
         return Check(service, "fail", f"{address}: unknown host", step)
     except OSError as error:
         why = error.strerror or "no answer"

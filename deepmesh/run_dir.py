@@ -60,6 +60,8 @@ class RunDir:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
             if path.stat().st_uid != os.getuid():
                 raise RunDirError(f"mesh.run_dir: {path} belongs to another user; set another one")
+            if path.stat().st_mode & 0o002:
+                raise RunDirError(f"mesh.run_dir: others can write to {path}; chmod 700")
             self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise RunDirError(f"mesh.run_dir: {path}: {error.strerror}") from error
@@ -98,6 +100,8 @@ class RunDir:
     def write_config(self, config: Config) -> Path:
         """mesh.toml as resolved, so that every process reads the same file."""
         path = self.path / "mesh.toml"
+        path.unlink(missing_ok=True)
+        path.touch(mode=0o600)  # a URL in it may hold a password
         path.write_text(dump_toml(config))
         return path
 

@@ -3,9 +3,11 @@
 import os
 import random
 import re
+from functools import lru_cache
 
 _HEX = "([0-9a-f]{%d})"
 _TRACEPARENT = re.compile(f"{_HEX % 2}-{_HEX % 32}-{_HEX % 16}-{_HEX % 2}(-.*)?")
+_LENGTH = 55  # of version 00
 _NO_TRACE, _NO_SPAN = "0" * 32, "0" * 16
 
 
@@ -17,6 +19,10 @@ def new_traceparent(sampled: bool = True) -> str:
 
 def parse_traceparent(header: str) -> str | None:
     """The header as version 00 in lower case, or None if W3C Trace Context calls it invalid."""
+    return _parse_known(header) if len(header) == _LENGTH else _parse(header)
+
+
+def _parse(header: str) -> str | None:
     match = _TRACEPARENT.fullmatch(header.strip().lower())
     if match is None:
         return None
@@ -26,6 +32,9 @@ def parse_traceparent(header: str) -> str | None:
     if trace_id == _NO_TRACE or span_id == _NO_SPAN:
         return None
     return f"00-{trace_id}-{span_id}-{'01' if int(flags, 16) & 1 else '00'}"
+
+
+_parse_known = lru_cache(1024)(_parse)  # a process sees each parent several times
 
 
 def is_sampled(traceparent: str) -> bool:

@@ -28,7 +28,7 @@ class Span(msgspec.Struct, frozen=True):
     start_ns: int
     end_ns: int
     kind: str = "internal"
-    attributes: dict[str, str | int | float | bool] = {}
+    attributes: dict[str, str | int | float | bool | list[str]] = {}
     status: str = "ok"
     error: str = ""
     links: list[str] = []

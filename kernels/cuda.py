@@ -7,6 +7,7 @@ fallback on a GPU: without nvcc and without a library that was built before, the
 import ctypes
 import functools
 import hashlib
+import re
 import shutil
 from pathlib import Path
 
@@ -40,7 +41,8 @@ def build(family: str, name: str, extra_flags: tuple[str, ...] = ()) -> Path:
     """Path of the built library. See `load`."""
     source, flags = _KERNELS / family / "csrc" / f"{name}.cu", (*FLAGS, *extra_flags)
     digest = hashlib.sha256("\0".join(flags).encode())
-    for file in (source, *sorted(HEADERS.glob("*.cuh"))):
+    headers = (*sorted(source.parent.glob("*.cuh")), *sorted(HEADERS.glob("*.cuh")))
+    for file in (source, *headers, *_of_other_families(source)):
         digest.update(file.read_bytes())
     target = _BUILD / f"{family}-{name}-sm90a-{digest.hexdigest()[:16]}.so"
     if target.exists():
@@ -51,6 +53,13 @@ def build(family: str, name: str, extra_flags: tuple[str, ...] = ()) -> Path:
     _BUILD.mkdir(exist_ok=True)
     compile_library(nvcc, flags, source, target)
     return target
+
+
+def _of_other_families(source: Path) -> list[Path]:
+    """Headers that it includes by their path and that are not everybody's."""
+    paths = re.findall(r'#include "(\.\./[^"]+)"', source.read_text())
+    found = [(source.parent / path).resolve() for path in paths]
+    return [file for file in found if file.parent != HEADERS.resolve()]
 
 
 def check(code: int) -> None:

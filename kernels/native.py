@@ -6,6 +6,7 @@ caller falls back to the torch reference; the log says so once.
 """
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import logging
@@ -13,8 +14,10 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 ADDRESS, COUNT, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float  # argument types
@@ -70,6 +73,18 @@ def supported_levels() -> tuple[str, ...]:
 
 
 FAMILIES = tuple(sorted(source.stem for source in _KERNELS.glob("*/csrc/*.cpp")))
+
+
+def build_levels(levels: Iterable[str], extra_flags: tuple[str, ...] = ()) -> None:
+    """Build all families for these levels, which need not be this CPU's.
+
+    Raises:
+        BuildError: as of `load`.
+    """
+    with ThreadPoolExecutor(BUILDERS) as builders:
+        every = [(*each, extra_flags) for each in product(FAMILIES, levels)]
+        for _ in builders.map(build, *zip(*every, strict=True)):
+            pass
 
 
 def prepare(on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
@@ -186,23 +201,38 @@ def _version(compiler: str) -> str:
     return done.stdout
 
 
+@contextmanager
+def _alone(target: Path) -> Generator[None]:
+    """Processes that start together wait for one compiler instead of running one each."""
+    path = target.with_suffix(".lock")
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:  # who waits for the removed file finds the library when it is its turn
+            path.unlink(missing_ok=True)
+
+
 def compile_library(compiler: str, flags: tuple[str, ...], source: Path, target: Path) -> None:
     """Into a file of our own, then renamed: another process never sees half a library.
 
     Raises:
         BuildError: the compiler refused the source.
     """
-    handle, partial = tempfile.mkstemp(suffix=".so", dir=target.parent)
-    os.close(handle)
-    try:
-        command = [compiler, *flags, f"-I{HEADERS}", str(source), "-o", partial]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise BuildError(f"{' '.join(command)} failed:\n{done.stderr.strip()}")
-        os.chmod(partial, 0o755)
-        os.replace(partial, target)
-    finally:
-        Path(partial).unlink(missing_ok=True)
+    with _alone(target):
+        if target.exists():  # another process made it meanwhile
+            return
+        handle, partial = tempfile.mkstemp(suffix=".so", dir=target.parent)
+        os.close(handle)
+        try:
+            command = [compiler, *flags, f"-I{HEADERS}", str(source), "-o", partial]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise BuildError(f"{' '.join(command)} failed:\n{done.stderr.strip()}")
+            os.chmod(partial, 0o755)
+            os.replace(partial, target)
+        finally:
+            Path(partial).unlink(missing_ok=True)
 
 
 @functools.cache
@@ -221,3 +251,7 @@ def _cache_folder() -> Path:
     if not own.is_dir() or own.is_symlink() or state.st_uid != os.getuid() or state.st_mode & 0o022:
         raise BuildError(f"{own}: is not a folder of this user alone; remove it")
     return own
+
+
+if __name__ == "__main__":  # before tests, which run at all levels of this CPU
+    build_levels(supported_levels())

@@ -21,7 +21,7 @@ _HOST_FLAGS = (
     *("-x", "c++", "-O2", "-std=c++17", "-fPIC", "-shared"),
     *("-ffp-contract=off", "-fno-math-errno", "-Wno-unknown-pragmas"),
 )
-_DEVICE_FLAGS = ("-fmad=false",)
+DEVICE_FLAGS = ("-fmad=false",)
 
 Argument = Tensor | int | float | None
 
@@ -36,12 +36,15 @@ def run(family: str, source: str, function: str, *arguments: Argument) -> None:
         BuildError: the compiler is missing or refused the source.
     """
     first = next(argument for argument in arguments if isinstance(argument, Tensor))
-    if first.is_cuda:
-        library = cuda.load(family, source, _DEVICE_FLAGS)
-        stream = ctypes.c_void_p(torch.cuda.current_stream(first.device).cuda_stream)
-    else:
-        library, stream = _host_library(family, source), ctypes.c_void_p()
-    cuda.check(getattr(library, function)(*[_converted(x, first) for x in arguments], stream))
+    called = getattr(library(family, source, is_cuda=first.is_cuda), function)
+    stream = torch.cuda.current_stream(first.device).cuda_stream if first.is_cuda else None
+    converted = [_converted(x, first) for x in arguments]
+    cuda.check(called(*converted, ctypes.c_void_p(stream)))
+
+
+def library(family: str, source: str, *, is_cuda: bool) -> ctypes.CDLL:
+    """The device's or the host's build of `kernels/FAMILY/csrc/SOURCE.cu`. See `run`."""
+    return cuda.load(family, source, DEVICE_FLAGS) if is_cuda else _host_library(family, source)
 
 
 def _converted(x: Argument, first: Tensor) -> ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float:
@@ -62,7 +65,7 @@ def _host_library(family: str, name: str) -> ctypes.CDLL:
         raise BuildError(f"{COMPILER} is not installed (Debian: apt-get install g++)")
     flags = (*_HOST_FLAGS, *(LEVELS["avx2"] if "avx2" in supported_levels() else ()))
     digest = hashlib.sha256("\0".join(flags).encode())
-    for file in (source, HEADERS / "each.cuh"):
+    for file in (source, *sorted(source.parent.glob("*.cuh")), HEADERS / "each.cuh"):
         digest.update(file.read_bytes())
     target = _KERNELS / "build" / f"{family}-{name}-host-{digest.hexdigest()[:16]}.so"
     if not target.exists():

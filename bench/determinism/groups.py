@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from msgspec.structs import replace
+
 from bench.determinism.engines import Kept, kept_engine
 from bench.determinism.faults import FaultyEngine, seed_by_slot
 from bench.determinism.jobs import Job
@@ -19,6 +21,7 @@ DEPTHS: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
 MAX_ROWS = 64
 MAX_LEN = 512
 MOST_LOSSES = 6
+MAX_DRAFTS = 5
 
 
 @dataclass(frozen=True)
@@ -31,13 +34,20 @@ class Setting:
     numerics: str = "bf16"
     fault: str = ""
     device: Literal["cpu", "cuda"] = "cpu"
+    on_host: bool = False  # the engine of a GPU with kernels of any shape, and no GPU
 
-    def config(self, *, threads: int = 1, ranks: int = 1) -> Config:
+    def config(self, *, threads: int = 1, ranks: int = 1, draft_tokens: int = 0) -> Config:
         """Of the executors."""
         return Config(
             mesh=MeshConfig(run_dir=str(self.run_dir), model=str(self.model), log_level="error"),
             scheduler=scheduler_config(),
-            executor=ExecutorConfig(device=self.device, threads=threads, ranks=ranks),
+            executor=ExecutorConfig(
+                device=self.device,
+                threads=threads,
+                ranks=ranks,
+                draft_tokens=draft_tokens,
+                draft_policy="always",  # also where it does not pay
+            ),
         )
 
 
@@ -71,7 +81,16 @@ class Groups:
 
     def all(self) -> dict[str, Callable[[], list[Outputs]]]:
         """By name, in the order in which they run. A group may run the jobs several times."""
-        on_cpus = {"threads_2": self._two_threads, "ranks_2": self._two_ranks}
+        on_cpus = {
+            "threads_2": self._two_threads,
+            "ranks_2": lambda: self._on_ranks(2),
+            "ranks_4": lambda: self._on_ranks(4),
+            "eplb_move_ranks_2": lambda: self._with_moves(2),
+            "eplb_move_ranks_4": lambda: self._with_moves(4),
+            "speculation": self._speculation,
+            "speculation_ranks_2": self._speculation_on_two_ranks,
+            "speculation_masks_missed": self._speculation_with_late_masks,
+        }
         return {
             "alone": lambda: [self.alone()],
             "in_flight_8": lambda: [self._crowd(8)],
@@ -103,23 +122,53 @@ class Groups:
         random.Random(5).shuffle(jobs)
         return [self._run(24, jobs=jobs)]
 
-    def _cold_and_warm(self) -> list[Outputs]:
+    def _cold_and_warm(self, engines: Sequence[Kept] | None = None) -> list[Outputs]:
         """The second time all prefixes are there, and what the first has generated."""
-        with self._rig(scheduler_config(prefix_cache=True)) as rig:
+        with self._rig(scheduler_config(prefix_cache=True), engines) as rig:
             cold = rig.run(self._numbered, 16)
             warm = rig.run(self._numbered, 16)
             assert rig.core.stats().cached_prompt_tokens > 0, "nothing was served from the cache"
         return [cold, warm]
 
-    def _preempted(self) -> list[Outputs]:
+    def _preempted(self, engines: Sequence[Kept] | None = None) -> list[Outputs]:
         """Once with the prefix cache and once without; see `Preemption`."""
         runs: list[Outputs] = []
         for prefix_cache in (False, True):
             preempt = Preemption(self._setting.jobs)
-            with self._rig(scheduler_config(1, prefix_cache=prefix_cache)) as rig:
+            with self._rig(scheduler_config(1, prefix_cache=prefix_cache), engines) as rig:
                 runs.append(rig.run(self._numbered, 32, preempt))
-            preempt.check()
+            if not engines:  # drafts take requests past some positions
+                preempt.check()
         return runs
+
+    def _speculation(self) -> list[Outputs]:
+        """Drafts verified with every token: alone, in crowds, at all depths, with hits and
+        preemption."""
+        engines = [self._make_engine(self._setting.config(draft_tokens=MAX_DRAFTS))]
+        runs: list[Outputs] = []
+        for depth, in_flight in zip(DEPTHS, (1, 16, 64), strict=True):
+            with self._rig(scheduler_config(depth), engines) as rig:
+                runs.append(rig.run(self._numbered, in_flight))
+                stats = rig.core.stats()
+                verified, accepted = sum(stats.verified_drafts), sum(stats.accepted_drafts)
+                assert 0 < accepted < verified, f"{accepted} of {verified} drafts were right"
+        return [*runs, *self._cold_and_warm(engines), *self._preempted(engines)]
+
+    def _speculation_on_two_ranks(self) -> list[Outputs]:
+        config = self._setting.config(ranks=2, draft_tokens=MAX_DRAFTS)
+        engines = [self._make_engine(config) for _ in range(2)]
+        with self._rig(scheduler_config(), engines) as rig:
+            return [rig.run(self._numbered, 32)]
+
+    def _speculation_with_late_masks(self) -> list[Outputs]:
+        """Drafts under grammars whose masks come late: those behind drafts, and the first ones."""
+        config = self._setting.config(draft_tokens=MAX_DRAFTS)
+        engine = kept_engine(config, late_masks=True)
+        self._engines.append(engine)
+        with self._rig(scheduler_config(), [engine]) as rig:
+            outputs = rig.run(self._numbered, 16)
+            assert rig.core.stats().null_rows > 0, "no mask was late"
+        return [outputs]
 
     def _restarted(self) -> list[Outputs]:
         """The executor dies in the middle, again and again, and takes all KV with it."""
@@ -140,7 +189,8 @@ class Groups:
 
     def _late_masks(self) -> list[Outputs]:
         """Rows whose mask is late sample nothing; their last position is computed again."""
-        engine = kept_engine(self._setting.config(), late_masks=True)
+        setting = self._setting
+        engine = kept_engine(setting.config(), late_masks=True, on_host=setting.on_host)
         self._engines.append(engine)
         with self._rig(scheduler_config(), [engine]) as rig:
             outputs = rig.run(self._numbered, 16)
@@ -152,10 +202,26 @@ class Groups:
         with self._rig(scheduler_config(), [engine]) as rig:
             return [rig.run(self._numbered, 16)]
 
-    def _two_ranks(self) -> list[Outputs]:
-        """Experts on two ranks, requests spread over both."""
-        config = self._setting.config(ranks=2)
-        engines = [self._make_engine(config) for _ in range(2)]
+    def _with_moves(self, ranks: int) -> list[Outputs]:
+        """Experts change their ranks, layer by layer, while requests run."""
+        often = {"experts_interval_s": 0.05, "experts_record_steps": 2, "experts_ridge_rows": 0}
+        config = self._setting.config(ranks=ranks)
+        config = replace(
+            config,
+            scheduler=replace(config.scheduler, **often),
+            executor=replace(config.executor, redundant_experts=ranks),
+        )
+        engines = [self._make_engine(config) for _ in range(ranks)]
+        with self._rig(config.scheduler, engines) as rig:
+            outputs = rig.run(self._numbered, 32)
+            experts = rig.core.stats().experts
+            assert experts.moves > experts.placements > 0, "no expert was moved"
+        return [outputs]
+
+    def _on_ranks(self, ranks: int) -> list[Outputs]:
+        """Experts spread over ranks, and requests, too."""
+        config = self._setting.config(ranks=ranks)
+        engines = [self._make_engine(config) for _ in range(ranks)]
         with self._rig(scheduler_config(), engines) as rig:
             return [rig.run(self._numbered, 32)]
 
@@ -187,8 +253,9 @@ class Groups:
             rig.close()
 
     def _make_engine(self, config: Config) -> Kept:
-        is_faulty = self._setting.fault not in ("", "seed")
-        engine = FaultyEngine(config, self._setting.fault) if is_faulty else kept_engine(config)
+        fault, on_host = self._setting.fault, self._setting.on_host
+        is_faulty = fault not in ("", "seed")
+        engine = FaultyEngine(config, fault) if is_faulty else kept_engine(config, on_host=on_host)
         self._engines.append(engine)
         return engine
 

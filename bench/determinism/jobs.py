@@ -125,6 +125,11 @@ def _rendered(model: Path, question: str, tools: list[dict[str, object]]) -> lis
     }
     if tools:
         body["tools"] = tools
+    return rendered(model, body)
+
+
+def rendered(model: Path, body: dict[str, object]) -> list[int]:
+    """Prompt ids of a Chat Completions request, as the tokenizer service makes them."""
     version = dr.ModelVersion.DeepseekV41Flash
     options = dr.ConversionOptions().with_model_alias("m", version)
     conversation = dr.ChatCompletionRequest(body).convert(options).conversation

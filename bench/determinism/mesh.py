@@ -3,22 +3,25 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
 from bench.determinism.groups import Outputs, Setting, scheduler_config
+from bench.determinism.jobs import Job
 from bench.determinism.outputs import Output
 from deepmesh.config import Config, LinksConfig, MeshConfig, TelemetryConfig
 from deepmesh.wire.inbox import Inbox
-from deepmesh.wire.messages import Ack, AckRow, Failed, Finished, TokenBatch
+from deepmesh.wire.messages import Ack, AckRow, Failed, Finished, ReplicaStats, TokenBatch
 from deepmesh.wire.sockets import Dialer, Identity, Mail
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = "tokenizer-0"
 KILL_AT = 0.4  # of all tokens
+QUIET_S = 2.5  # more than two heartbeats
 
 
 def killed_executor(setting: Setting) -> Outputs:
@@ -31,9 +34,9 @@ def killed_executor(setting: Setting) -> Outputs:
         executor=setting.config().executor,
     )
     file = setting.run_dir / "mesh.toml"
-    file.write_text(_toml(config))
-    with _process("scheduler", file), _Executors(file) as executors:
-        client = _Client(config, setting)
+    file.write_text(to_toml(config))
+    with process("scheduler", file), _Executors(file) as executors:
+        client = Client(config, setting)
         try:
             wanted = KILL_AT * sum(job.generate.max_tokens for job in setting.jobs)
             client.run(lambda: client.num_tokens >= wanted)
@@ -51,30 +54,38 @@ class _Executors:
         self._file = file
 
     def __enter__(self) -> "_Executors":
-        self._running = _start("executor", self._file)
+        self._running = start("executor", self._file)
         return self
 
     def __exit__(self, *_: object) -> None:
-        _end(self._running)
+        end(self._running)
 
     def replace(self) -> None:
         """SIGKILL, and a new one."""
         self._running.kill()
         self._running.wait()
-        self._running = _start("executor", self._file)
+        self._running = start("executor", self._file)
 
 
-class _Client:
+class Client:
     """A tokenizer without text."""
 
-    def __init__(self, config: Config, setting: Setting) -> None:
+    def __init__(
+        self,
+        config: Config,
+        setting: Setting,
+        jobs: Sequence[Job] | None = None,
+        *,
+        first_id: int = 1,
+    ) -> None:
+        """Sends all jobs, or these; no id may have been used before."""
         me = Identity.new("tokenizer", TOKENIZER, config)
         self._link = Dialer(config.scheduler_address(0), me, config.links)
         self.inbox = Inbox(self._link)
         self.outputs: Outputs = {}
         self._index: dict[bytes, int] = {}
-        for index, job in enumerate(setting.jobs):
-            message = job.message(index + 1)
+        for index, job in enumerate(setting.jobs if jobs is None else jobs):
+            message = job.message(first_id + index)
             self.outputs[index], self._index[message.rid] = Output(), index
             while not self._link.send(message):
                 self._take()
@@ -85,6 +96,12 @@ class _Client:
         return sum(output.num_tokens for output in self.outputs.values())
 
     @property
+    def stats(self) -> ReplicaStats | None:
+        """As last heard of the scheduler."""
+        replicas = self._link.peer.stats.replicas if self._link.peer is not None else []
+        return replicas[0] if replicas else None
+
+    @property
     def is_done(self) -> bool:
         """All requests have ended."""
         return all(output.end is not None for output in self.outputs.values())
@@ -93,6 +110,15 @@ class _Client:
         """Take mail until something holds."""
         while not until():
             self._take()
+
+    def settle(self) -> None:
+        """Until nothing more is stored, and its stores have ended."""
+        stored, since = -1, time.monotonic()
+        while time.monotonic() - since < QUIET_S:
+            self._take()
+            now = self.stats.stored_blocks if self.stats is not None else -1
+            if now != stored:
+                stored, since = now, time.monotonic()
 
     def _take(self) -> None:
         for event in self.inbox.wait(1.0):
@@ -111,21 +137,26 @@ class _Client:
 
 
 @contextmanager
-def _process(service: str, file: Path) -> Iterator[None]:
-    process = _start(service, file)
+def process(service: str, file: Path, index: int = 0) -> Iterator[None]:
+    """One for as long as the body runs."""
+    process = start(service, file, index)
     try:
         yield
     finally:
-        _end(process)
+        end(process)
 
 
-def _start(service: str, file: Path) -> "subprocess.Popen[bytes]":
+def start(service: str, file: Path, index: int = 0) -> "subprocess.Popen[bytes]":
+    """A process whose log lies beside its configuration."""
     command = [sys.executable, "-m", f"services.{service}", "--config", str(file)]
-    with (file.parent / f"{service}.log").open("ab") as log:
+    if index:
+        command += ["--index", str(index)]
+    with (file.parent / f"{service}-{index}.log").open("ab") as log:
         return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env={**os.environ})
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def end(process: "subprocess.Popen[bytes]") -> None:
+    """Ask it to, and wait."""
     process.terminate()
     try:
         process.wait(15.0)
@@ -134,10 +165,10 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         process.wait()
 
 
-def _toml(config: Config) -> str:
+def to_toml(config: Config) -> str:
     """What differs from the defaults."""
     lines: list[str] = []
-    for section in ("mesh", "scheduler", "executor", "telemetry"):
+    for section in ("mesh", "links", "router", "scheduler", "executor", "kvstore", "telemetry"):
         values = msgspec.to_builtins(getattr(config, section))
         plain = msgspec.to_builtins(type(getattr(config, section))())
         lines.append(f"[{section}]")

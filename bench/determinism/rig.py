@@ -4,16 +4,19 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from bench.determinism.jobs import Job
 from bench.determinism.outputs import Output
 from deepmesh.config import SchedulerConfig
 from deepmesh.wire.messages import (
+    Abort,
     CompileGrammars,
     Failed,
     Finished,
     GrammarsCompiled,
     Load,
+    PlaceExperts,
     Reset,
     SubmitStep,
     TokenBatch,
@@ -29,6 +32,7 @@ from services.scheduler.core.events import (
     Tick,
     TokenizerUp,
 )
+from services.scheduler.core.expert_orders import ExpertsPlanned, PlanExperts, plan_experts
 from services.scheduler.core.scheduler import Scheduler
 
 WAIT_S = 120.0  # for any result: whoever waits so long has found a hang
@@ -64,6 +68,11 @@ class Rig:
         self._engines = list(engines)
         self._on_step = on_step
         self._bell = threading.Semaphore(0)
+        # Plans of experts are made beside the steps, as the service does; but the first one is
+        # waited for, so that experts move in runs of any length.
+        self._planner = ThreadPoolExecutor(1, "plan")
+        self._plan: Future[ExpertsPlanned] | None = None
+        self._has_planned = False
         self._executors: list[StreamExecutor] = []
         self.outputs: dict[int, Output] = {}  # of this run, by index of the job
         self.num_steps = 0
@@ -74,6 +83,7 @@ class Rig:
 
     def close(self) -> None:
         """End the executors; engines keep their weights."""
+        self._planner.shutdown(cancel_futures=True)
         for executor in self._executors:
             executor.close()
 
@@ -101,6 +111,12 @@ class Rig:
     def index_of(self, rid: bytes) -> int:
         """Which job a request is."""
         return self._job_of[rid]
+
+    def abort(self) -> None:
+        """The requests that are open end; what they have brought stays."""
+        for rid, index in self._job_of.items():
+            if self.outputs[index].end is None:
+                self._feed(Mail(TOKENIZER, Abort(rid)))
 
     def lose_executor(self, rank: int, engine: Engine | None = None) -> None:
         """An executor dies with all KV, and another one takes over, on `engine` if it is given."""
@@ -132,6 +148,9 @@ class Rig:
     def _poll(self) -> bool:
         """Feed the results that are there; whether there were any."""
         found = False
+        if self._plan is not None and self._plan.done():
+            planned, self._plan = self._plan.result(), None
+            self._feed(planned)
         for rank, executor in enumerate(self._executors):
             while (result := executor.poll(0.0)) is not None:
                 found = True
@@ -142,6 +161,12 @@ class Rig:
         for action in self.core.handle(event, time.time_ns()):
             if isinstance(action, Send):
                 self._carry(action)
+            elif isinstance(action, PlanExperts) and not self._has_planned:
+                self._has_planned = True
+                self._feed(plan_experts(action))
+            elif isinstance(action, PlanExperts):
+                self._plan = self._planner.submit(plan_experts, action)
+                self._plan.add_done_callback(lambda plan: self._bell.release())
 
     def _carry(self, send: Send) -> None:
         match send.message:
@@ -151,6 +176,8 @@ class Rig:
             case Load() as order:
                 rank = _rank(send.peer)
                 self._feed(Mail(send.peer, self._executors[rank].load(order)))
+            case PlaceExperts() as place:
+                self._executors[_rank(send.peer)].submit(place)
             case Reset(engine_epoch=epoch):
                 self._executors[_rank(send.peer)].reset(epoch)
             case CompileGrammars(

@@ -21,11 +21,18 @@ _EMPTY = b'"content":""'
 _TEXT = re.compile(rb'"(?:content|reasoning_content|reasoning|text|arguments)":\s*"(?!")')
 
 
+class PromptDetails(msgspec.Struct):
+    """Where a prompt's tokens came from."""
+
+    cached_tokens: int = 0
+
+
 class Usage(msgspec.Struct):
     """The part of `usage` that is looked at."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    prompt_tokens_details: PromptDetails | None = None
 
 
 class _Chunk(msgspec.Struct):

@@ -58,19 +58,21 @@ async def chat(host: str, port: int, max_tokens: int, tally: Tally) -> None:
         writer.close()
 
 
-async def stream(number: int, host: str, port: int, until: float, tally: Tally) -> None:
+async def stream(
+    number: int, host: str, port: int, until: float, tokens: int, tally: Tally
+) -> None:
     """Chats one after the other until the time is over; the last one is read to its end."""
     draw = random.Random(number)
     while time.monotonic() < until and not tally.errors:
-        await chat(host, port, draw.randrange(SHORTEST, LONGEST), tally)
+        await chat(host, port, tokens or draw.randrange(SHORTEST, LONGEST), tally)
 
 
-async def streams(url: str, count: int, seconds: float) -> Tally:
-    """All of them."""
+async def streams(url: str, count: int, seconds: float, tokens: int) -> Tally:
+    """All of them; chats of so many tokens, or of lengths that are drawn."""
     address, tally = urlsplit(url), Tally()
     until = time.monotonic() + seconds
     host, port = address.hostname or "127.0.0.1", address.port or 80
-    await asyncio.gather(*(stream(n, host, port, until, tally) for n in range(count)))
+    await asyncio.gather(*(stream(n, host, port, until, tokens, tally) for n in range(count)))
     return tally
 
 
@@ -80,8 +82,10 @@ def main() -> int:
     parser.add_argument("--url", required=True)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--tokens", type=int, default=0, help="of each chat; 0: drawn")
     arguments = parser.parse_args()
-    tally = uvloop.run(streams(arguments.url, arguments.streams, arguments.seconds))
+    counts = arguments.streams, arguments.seconds, arguments.tokens
+    tally = uvloop.run(streams(arguments.url, *counts))
     tally.cpu_ms = 1e3 * time.process_time()
     print(msgspec.json.encode(tally).decode())
     return 1 if tally.errors else 0

@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -42,6 +42,7 @@ class Run:
     ideal: metrics.Window | None  # of the replay, if one was made
     same_tokens: bool  # in the replay
     load: Load
+    waits: list[str] = field(default_factory=list)  # how many, for the device; then what for
 
 
 def run(case: Case, steps: int, *, with_replay: bool) -> Run:
@@ -86,7 +87,7 @@ def _run_mesh(config: Config, case: Case, steps: int, *, with_replay: bool) -> R
     commands = _commands(config, case, run_dir / "mesh.toml", out)
     with Mesh(config, commands=list(commands.values())) as mesh:
         meter = Meter(mesh.pids)
-        cpu_ms = _serve_clients(mesh.url, case.rows, WARM_S + steps * case.step_ms / 1000)
+        cpu_ms = _serve_clients(mesh.url, case, WARM_S + steps * case.step_ms / 1000)
         meter.stop(clients=cpu_ms)
     recording = _read(out)
     load = meter.load(len(recording.results))
@@ -94,17 +95,20 @@ def _run_mesh(config: Config, case: Case, steps: int, *, with_replay: bool) -> R
     if bounds[1] - bounds[0] < steps // 2:
         raise RunError(f"only the group steps {bounds} were full of rows")
     if not with_replay:
-        return _evaluate(config, case, recording, bounds, with_replay, load)
+        found = _evaluate(config, case, recording, bounds, with_replay, load)
+        return replace(found, waits=_waits(out)) if case.model else found
     (run_dir / "mesh.toml").write_text(dump_toml(config))
     with _started(config, commands["executor-0-0"]):
         return _evaluate(config, case, recording, bounds, with_replay, load)
 
 
-def _serve_clients(url: str, streams: int, seconds: float) -> float:
+def _serve_clients(url: str, case: Case, seconds: float) -> float:
     """Run the clients to their end; the CPU time that they took, ms."""
     argv = [sys.executable, "-m", "bench.rig.clients", "--url", url]
-    argv += ["--streams", str(streams), "--seconds", str(seconds)]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=seconds + STOP_S)
+    argv += ["--streams", str(case.rows), "--seconds", str(seconds)]
+    argv += ["--tokens", str(case.output_tokens)]
+    last_s = STOP_S + case.output_tokens * case.step_ms / 1000  # the last chats are read to the end
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=seconds + last_s)
     if done.returncode:
         raise RunError(f"clients: {done.stdout or done.stderr}")
     return msgspec.json.decode(done.stdout, type=Tally).cpu_ms
@@ -139,7 +143,19 @@ def _commands(config: Config, case: Case, path: Path, out: Path) -> dict[str, Co
     argv = [sys.executable, "-m", "bench.rig.recorder", "--config", str(path), "--out", str(out)]
     argv += ["--work-ms", str(case.work * case.step_ms)]
     commands["scheduler-0"] = replace(commands["scheduler-0"], argv=argv)
+    if case.model:
+        argv = [sys.executable, "-m", "bench.rig.executor", "--config", str(path)]
+        argv += ["--index", "0", "--rank", "0", "--out", str(_waits_file(out))]
+        commands["executor-0-0"] = replace(commands["executor-0-0"], argv=argv)
     return commands
+
+
+def _waits_file(out: Path) -> Path:
+    return out.with_name(f"{out.name}-waits")
+
+
+def _waits(out: Path) -> list[str]:
+    return _waits_file(out).read_text().splitlines()
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from deepmesh import __version__
+from deepmesh.cli import cache as caches
 from deepmesh.cli.batch import batch
 from deepmesh.cli.bench import bench
 from deepmesh.cli.chat import chat
@@ -13,11 +14,15 @@ from deepmesh.cli.demo import demo
 from deepmesh.cli.doctor import doctor
 from deepmesh.cli.keys import keys
 from deepmesh.cli.model import inspect
+from deepmesh.cli.model_memory import memory
 from deepmesh.cli.model_random import random
 from deepmesh.cli.pause import pause, resume
+from deepmesh.cli.restart import reload, restart
 from deepmesh.cli.serve import serve
 from deepmesh.cli.simulate import simulate
 from deepmesh.cli.status import status
+from deepmesh.cli.timeline import timeline
+from deepmesh.cli.top import top
 from deepmesh.cli.trace import trace
 from deepmesh.cli.up import up
 
@@ -35,6 +40,10 @@ app.command()(batch)
 app.command()(demo)
 app.command()(doctor)
 app.command()(trace)
+app.command()(timeline)
+app.command()(top)
+app.command()(restart)
+app.command()(reload)
 app.command()(pause)
 app.command()(resume)
 app.command()(keys)
@@ -48,8 +57,15 @@ for passes_options_on in (bench, check):
 
 model = typer.Typer(help="Look at checkpoints, or make one.", no_args_is_help=True)
 model.command()(inspect)
+model.command()(memory)
 model.command()(random)
 app.add_typer(model, name="model")
+
+cache = typer.Typer(help="Look at the caches of a mesh, empty or fill them.", no_args_is_help=True)
+cache.command()(caches.stats)
+cache.command()(caches.flush)
+cache.command()(caches.warm)
+app.add_typer(cache, name="cache")
 
 
 def _version(asked: bool) -> None:

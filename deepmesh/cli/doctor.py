@@ -7,9 +7,13 @@ import typer
 from deepmesh.cli.options import ConfigOption, JsonOption
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
     from rich.console import Console
 
     from deepmesh.checks import Check
+    from deepmesh.config import Config
 
 
 def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
@@ -19,7 +23,10 @@ def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
 
     from deepmesh.checks import all_checks
 
-    checks = all_checks(config)
+    # The one place where doctor reaches into a service: what fits on a GPU is the executor's.
+    from services.executor.memory_checks import check_gpus
+
+    checks = [*all_checks(config), *_configured(config, check_gpus)]
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(checks), indent=2).decode())
     else:
@@ -28,6 +35,16 @@ def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
             _print(console, check)
     if any(check.state == "fail" for check in checks):
         raise typer.Exit(1)
+
+
+def _configured(path: "Path | None", look: "Callable[[Config], Iterator[Check]]") -> "list[Check]":
+    """What it finds; nothing where the configuration is at fault, which another check says."""
+    from deepmesh.config import ConfigError, load_config
+
+    try:
+        return list(look(load_config(path)))
+    except ConfigError:
+        return []
 
 
 def _print(console: "Console", check: "Check") -> None:

@@ -44,6 +44,30 @@ def simulate(
     ] = False,
     runs: Annotated[int, typer.Option(min=1, help="Worlds of a soak.")] = 4500,
     faults: Annotated[int, typer.Option(min=0, help="Faults in each world of a soak.")] = 3,
+    costs: Annotated[
+        Path | None, typer.Option(help="Table of kernel times (JSON); default: a made-up device.")
+    ] = None,
+    h200: Annotated[
+        bool, typer.Option("--h200", help="Step times from the H200's table of kernels.")
+    ] = False,
+    capacity: Annotated[
+        bool, typer.Option("--capacity", help="How many devices carry a daily load.")
+    ] = False,
+    daily: Annotated[
+        float, typer.Option(min=1, help="Tokens a day, prompts and outputs (capacity).")
+    ] = 1e12,
+    output_share: Annotated[
+        float, typer.Option(min=0, max=1, help="Of these, outputs (capacity).")
+    ] = 0.22,
+    cached_share: Annotated[
+        float, typer.Option(min=0, max=1, help="Of prompt tokens (capacity).")
+    ] = 0.56,
+    context: Annotated[
+        float, typer.Option(min=1, help="Tokens a decode row attends to, on average (capacity).")
+    ] = 5000,
+    itl_ms: Annotated[
+        float, typer.Option(min=0.1, help="Most between tokens of a request (capacity).")
+    ] = 50,
     as_json: JsonOption = False,
 ) -> None:
     """Run the real scheduler on simulated executors and check every token (docs/simulator.md)."""
@@ -52,6 +76,15 @@ def simulate(
 
         raise typer.Exit(run_soak(seed=seed, runs=runs, faults=faults, as_json=as_json))
 
+    from services.scheduler.sim.capacity import TABLE, DailyLoad, read_table
+
+    if capacity:
+        from deepmesh.cli.simulate_capacity import GROUPS, run_capacity
+
+        load = DailyLoad(daily, output_share, cached_share, context, itl_ms)
+        groups = (ranks,) if ranks > 1 else GROUPS
+        raise typer.Exit(run_capacity(load, table_file=costs, groups=groups, as_json=as_json))
+
     from rich.console import Console
 
     from deepmesh.errors import UserError
@@ -59,14 +92,19 @@ def simulate(
     from services.scheduler.sim.baselines import POLICIES
     from services.scheduler.sim.picture import draw_timeline
     from services.scheduler.sim.simulate import Scenario
+    from services.scheduler.sim.traffic import DEFAULT_COSTS
 
+    device = costs or (TABLE if h200 else None)
+    step_costs = read_table(device).step_costs(ranks) if device else DEFAULT_COSTS
     if policy not in POLICIES:
         raise UserError(f"no policy {policy!r}; there are: {', '.join(POLICIES)}")
     console = Console(stderr=True, highlight=False)
     cases: list[dict[str, Json]] = []
     ok = True
     for name in POLICIES if compare else (policy,):
-        scenario = Scenario(ranks, rows, seed, depth=depth, policy=name, steps=steps)
+        scenario = Scenario(
+            ranks, rows, seed, depth=depth, policy=name, steps=steps, costs=step_costs
+        )
         requests = _requests(scenario, workload, utilisation)
         outcome, wall_s = _run(scenario, requests, console)
         cases.append(_case(scenario, workload, outcome, wall_s))
@@ -84,6 +122,7 @@ def simulate(
         "depth": depth,
         "steps": steps,
         "utilisation": utilisation,
+        "costs": device.name if device else "",
     }
     found = report("simulate", config=config, cases=cases, ok=ok)
     publish(found, name="simulate", as_json=as_json)

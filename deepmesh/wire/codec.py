@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from deepmesh.wire.messages import PROTOCOL_MAJOR, AnyMessage, Struct
+from deepmesh.wire.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR, AnyMessage, Struct
 
 
 class Header(Struct, frozen=True):
@@ -30,6 +30,19 @@ class UnknownTag(WireError):
 
 class OtherVersion(WireError):
     """Another major version of the protocol."""
+
+
+def version_problem(protocol: tuple[int, int]) -> str:
+    """Why a peer that speaks this version gets no link; empty when it does.
+
+    Fields are only ever appended, and unknown ones ignored: so builds one minor version apart work
+    together, which is what an upgrade of one service after the other needs.
+    """
+    major, minor = protocol
+    if major == PROTOCOL_MAJOR and abs(minor - PROTOCOL_MINOR) <= 1:
+        return ""
+    own = f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
+    return f"protocol {major}.{minor}, this side speaks {own}; upgrade one minor version at a time"
 
 
 class Decoded(NamedTuple):

@@ -31,7 +31,7 @@ def listener_words(event: int) -> str:
     if event & zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
         return "a peer knows another key of ours than the one in use, or does not encrypt"
     if event & zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-        return "a connection ended within the handshake"
+        return "a connection ended within the handshake, as one that does not encrypt may"
     return ""
 
 

@@ -26,8 +26,8 @@ DIALS: Mapping[str, tuple[str, ...]] = {
     "gateway": ("tokenizer",),
     "tokenizer": ("router", "scheduler", "kvstore"),
     "router": ("scheduler", "kvstore"),
-    "scheduler": ("kvstore",),
-    "executor": ("scheduler", "kvstore"),
+    "scheduler": ("kvstore", "scheduler"),  # a decode group's, a prefill group's; so executors
+    "executor": ("scheduler", "kvstore", "executor"),
     "kvstore": (),
     "operator": ("scheduler",),
 }
@@ -106,10 +106,12 @@ def read_key_file(folder: Path, service: str) -> KeyFile:
     path = key_path(folder, service)
     try:
         mode = path.stat().st_mode
-        text = path.read_text()
+        text = path.read_text("utf-8")
     except OSError as error:
         step = "`deepmesh keys --mesh` makes it"
         raise KeysError(f"links.keys: {path}: {error.strerror}; {step}") from error
+    except UnicodeDecodeError as error:
+        raise KeysError(f"links.keys: {path}: no UTF-8 at byte {error.start}") from error
     if mode & 0o007:
         raise KeysError(f"links.keys: {path}: others can read it; chmod 600")
     try:

@@ -11,8 +11,10 @@ from typing import NamedTuple
 from deepmesh import __version__
 from deepmesh.config import Config
 from deepmesh.wire import codec
+from deepmesh.wire.clocks import MeshClock, ShortestWay, this_clock
 from deepmesh.wire.keys import Keyring, load_keyring
 from deepmesh.wire.messages import AnyMessage, Hello, ServiceStats, Welcome
+from deepmesh.wire.process import Process
 
 
 class Identity(NamedTuple):
@@ -23,6 +25,8 @@ class Identity(NamedTuple):
     incarnation: bytes
     config_hash: str = ""
     keys: Keyring | None = None  # of tcp links; None: plain, on loopback only
+    clock_id: bytes = b""  # see `clocks.this_clock`
+    process: Process | None = None  # None, of a test: its links share nothing
 
     @classmethod
     def new(cls, service: str, name: str, config: Config | None = None) -> "Identity":
@@ -33,7 +37,9 @@ class Identity(NamedTuple):
         """
         if config is None:
             return cls(service, name, os.urandom(8))
-        return cls(service, name, os.urandom(8), config.digest(), load_keyring(config, service))
+        process = Process(service, MeshClock(is_reference=name == "scheduler-0"))
+        keys = load_keyring(config, service)
+        return cls(service, name, os.urandom(8), config.digest(), keys, this_clock(), process)
 
     def hello(self) -> Hello:
         """First message of the dialling side."""
@@ -43,6 +49,7 @@ class Identity(NamedTuple):
             self.incarnation,
             build=__version__,
             config_hash=self.config_hash,
+            clock=self.clock_id,
         )
 
     def welcome(self) -> Welcome:
@@ -53,6 +60,7 @@ class Identity(NamedTuple):
             self.incarnation,
             build=__version__,
             config_hash=self.config_hash,
+            clock=self.clock_id,
         )
 
 
@@ -66,6 +74,8 @@ class Peer:
     incarnation: bytes
     build: str = ""
     stats: ServiceStats = field(default_factory=ServiceStats)
+    has_other_clock: bool = False
+    ahead_ns: int = 0  # its clock, of ours; known after the first heartbeats
 
 
 @dataclass(frozen=True)
@@ -89,7 +99,7 @@ class Mail(NamedTuple):
     peer: Peer
     message: AnyMessage
     attachments: list[bytes]
-    sent_ns: int
+    sent_ns: int  # by our clock, as well as we know the peer's
     received_ns: int
 
 
@@ -113,8 +123,19 @@ class Link:
         self._max_outbox = max_outbox
         self._next_out = 0
         self._next_in = 0
+        self.way = ShortestWay()  # of messages from a peer with another clock
         self.last_heard = now
         self.last_beat = now
+
+    @property
+    def num_sent(self) -> int:
+        """Messages to the peer, hello included."""
+        return self._next_out
+
+    @property
+    def num_received(self) -> int:
+        """Messages from the peer."""
+        return self._next_in
 
     def arrive(self, seq: int, now: float) -> Arrival:
         """Count a frame that came in."""

@@ -58,6 +58,146 @@ class FinishReason(IntEnum):
 # ---------------------------------------------------------------- all links
 
 
+class ExpertStats(Struct, frozen=True):
+    """How even the load of routed experts is over the ranks of a group; since the start.
+
+    Rows are summed over layers and steps; `moe_lb` is those of the busiest over those of the mean.
+    """
+
+    busiest_rows: int = 0
+    mean_rows: float = 0.0
+    steps: list[int] = []  # layers of steps by that quotient, see `IMBALANCES`
+    loads: list[int] = []  # experts of layers by their rows over the mean's, see `LOADS`
+    placements: int = 0  # changes of where a layer's experts are
+    moves: int = 0  # experts that ranks fetched for them
+    touched: int = 0  # experts of layers that had rows in a record, over all records
+    touchable: int = 0  # all experts of the layers that had rows in it
+
+
+# Upper bounds of the bins; a last one has what is above them.
+IMBALANCES = (1.02, 1.05, 1.1, 1.2, 1.5, 2.0, 4.0)
+LOADS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 10.0)
+
+
+HANDOVERS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+class HandoverStats(Struct, frozen=True):
+    """Prefixes that one group computed for another; counters since the start."""
+
+    asked: int = 0  # by this group, of another one
+    loaded: int = 0  # of these, those that were pulled whole
+    failed: int = 0  # refused, late, short, damaged or cut: computed here instead
+    tokens: int = 0  # prompt tokens pulled
+    bytes: int = 0  # pulled
+    wait_ns: int = 0  # from asking to the offer, over all that were pulled
+    pull_ns: int = 0  # from the offer to the last block, over all that were pulled
+    served: int = 0  # by this group, to another one that pulled them whole
+    refused: int = 0  # asked of this group, and not offered
+    expired: int = 0  # offers that ended by their time, nobody having pulled or given up
+    held: int = 0  # offers open now
+    waits: list[int] = []  # those that were pulled whole by their wait, see `HANDOVERS_S`
+    pulls: list[int] = []  # and by the time of their pull
+
+
+class StepTotals(Struct, frozen=True):
+    """Where the time of group steps went: sums since the start, in ns; the device is rank 0's."""
+
+    steps: int = 0  # that all ranks have answered
+    busy_ns: int = 0  # begin to end on the device
+    gap_ns: int = 0  # end of a step to the begin of the next, which was runnable
+    exposed_ns: int = 0  # end of a step until the host had enqueued the next one
+    gaps: list[int] = []  # steps by the gap before them, see `GAPS_S`
+    plan_ns: int = 0  # CPU of the scheduler: applying results and planning
+    straggle_ns: int = 0  # first rank's result to the last one's
+    rows: int = 0
+    tokens: int = 0
+    sizes: list[int] = []  # steps by their tokens, see `STEP_TOKENS`
+    # Requests that have ended, by the time that they spent so, see `PHASES_S`; then the sums.
+    queued: list[int] = []
+    prefilled: list[int] = []
+    decoded: list[int] = []
+    phases_ns: tuple[int, int, int] = (0, 0, 0)
+
+
+PHASES_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+GAPS_S = (1e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 5e-3, 2e-2)
+STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+class DraftStats(Struct, frozen=True):
+    """Drafts of an EP group, and whether they pay; counters since the start, sums over ranks."""
+
+    drafted: int = 0  # tokens proposed
+    rows: int = 0  # rows that verified one or more
+    draft_ns: int = 0  # in draft passes
+    skipped_steps: int = 0  # group steps that drafted nothing, because it would not pay
+    took_ns: int = 0  # of group steps that only decode
+    # what the tokens of these would have taken without drafts, as far as costs are known
+    plain_ns: int = 0
+    errors: list[float] = []  # by place, lately: mean confidence less the share that was right
+
+
+class LinkStats(Struct, frozen=True):
+    """A link that is up, as one of its two sides sees it."""
+
+    name: str  # of the side that tells
+    service: str
+    peer: str
+    peer_service: str
+    ready: bool = False  # the peer, by its last heartbeat
+    requests: int = 0  # the same
+    sent: int = 0  # messages to the peer since the link is up, heartbeats included
+    received: int = 0
+    dropped_spans: int = 0  # by the peer, as of its last heartbeat
+    incarnation: bytes = b""  # of the peer: another one after each of its starts
+
+
+class PointSource(IntEnum):
+    """Why a resumable point was kept."""
+
+    PROMPT = 0  # the end of a prompt
+    MARK = 1  # the end of a beginning that its tokenizer named
+    SHARED = 2  # two prompts parted there
+    OUTPUT = 3
+    LOADED = 4  # from a kvstore, or another group
+
+
+class PointEnd(IntEnum):
+    """Why a resumable point is there no more."""
+
+    ROOM = 0  # its window or state blocks were needed
+    BLOCKS = 1  # global blocks below it were
+    SUPERSEDED = 2  # by a later point of the same output
+    FLUSHED = 3
+
+
+class CacheStats(Struct, frozen=True):
+    """What one group's prefix cache did; counters since the start, but for `points`."""
+
+    hit_tokens: tuple[int, int, int, int] = (0, 0, 0, 0)  # device, then as KvTier
+    possible_tokens: int = 0  # of prompts, that had been computed before: no cache can hit more
+    points: int = 0
+    kept_points: list[int] = []  # by PointSource
+    ended_points: list[int] = []  # by PointEnd
+    prefetches: int = 0  # loads that began while nobody had a place for the request
+    prefetched_tokens: int = 0  # that came whole
+    skipped_tokens: int = 0  # positions of prompts that left out the upper layers
+
+
+class DeviceWork(Struct, frozen=True):
+    """What a rank's device has computed since its start, counted from the model's shapes and the
+    rows of its steps; and the most that it could do."""
+
+    rank: int = 0
+    steps: int = 0
+    busy_ns: int = 0  # begin to end of these steps
+    flops: float = 0.0
+    moved_bytes: float = 0.0  # read from its memory and written to it
+    peak_flops: float = 0.0  # a second; 0: not known
+    peak_bytes: float = 0.0  # a second
+
+
 class ReplicaStats(Struct, frozen=True):
     """State of one EP group, sent in the scheduler's heartbeats and passed on to the gateway."""
 
@@ -95,6 +235,58 @@ class ReplicaStats(Struct, frozen=True):
     dummy_tokens: int = 0  # of ranks without rows
     pad_tokens: int = 0  # up to the widest rank of each step
     late_results: int = 0  # of an engine epoch that is over
+    verified_drafts: list[int] = []  # by their place behind the known token, since the start
+    accepted_drafts: list[int] = []  # the same of those that were right
+    experts: ExpertStats = ExpertStats()  # of a group of several ranks
+    role: str = "both"  # or prefill, decode: what the router sends there
+    handovers: HandoverStats = HandoverStats()
+    context_tokens: int = 0  # of requests that hold blocks: prompt and output so far
+    # What a step takes, ns, as profiled at load (StepCosts of the slowest rank); 0: not known
+    prefill_token_ns: int = 0
+    decode_row_ns: int = 0
+    context_kilotoken_ns: int = 0
+    shared_prompt_tokens: int = 0  # of chunks that all ranks computed together; since the start
+    step_totals: StepTotals = StepTotals()
+    cache: CacheStats = CacheStats()
+    drafts: DraftStats = DraftStats()
+    devices: list[DeviceWork] = []  # of the ranks that are linked
+
+
+class RouterStats(Struct, frozen=True):
+    """What the router knows and does, sent in its heartbeats and passed on to the gateway."""
+
+    name: str
+    waiting: int = 0  # requests without a replica
+    known_points: int = 0  # resumable points of replicas that it remembers
+    stored_points: int = 0  # the same of kvstores
+    resyncs: int = 0  # times that a replica or kvstore began to tell anew what it has
+    prompt_tokens: int = 0  # of requests sent to replicas, since the start
+    hit_tokens: int = 0  # of these, those that were known to be there
+    store_tokens: int = 0  # and those that were known to be in a kvstore alone
+    decisions: list[tuple[str, int]] = []  # by what made the difference, since the start
+    loads: list[tuple[str, float]] = []  # of each replica: ms of work, see docs/operations.md
+
+
+# Upper bounds in seconds of the bins of transfers and of ages; a last one has what is above them.
+TRANSFERS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0, 5.0)
+AGES_S = (1.0, 10.0, 60.0, 600.0, 3600.0, 21_600.0, 86_400.0, 604_800.0)
+
+
+class StoreHistogram(Struct, frozen=True):
+    """Transfers of a kvstore by their time, or things by their age when they had to leave."""
+
+    tier: str  # memory, frames, disk, shared
+    op: str  # get, put, lookup; "age"
+    counts: list[int] = []  # see `TRANSFERS_S`, `AGES_S`
+    sum_s: float = 0.0
+
+
+class StoreFigures(Struct, frozen=True):
+    """State of one kvstore, sent in its heartbeats and passed on to the gateway."""
+
+    name: str
+    values: list[tuple[str, int]] = []  # as in `StoreStats`
+    histograms: list[StoreHistogram] = []
 
 
 class ServiceStats(Struct, frozen=True):
@@ -103,6 +295,11 @@ class ServiceStats(Struct, frozen=True):
     ready: bool = False
     requests: int = 0
     replicas: list[ReplicaStats] = []
+    router: RouterStats | None = None  # of a router, and passed on by tokenizers
+    links: list[LinkStats] = []  # of this process, and those that it has learnt of
+    stores: list[StoreFigures] = []  # of a kvstore, and those that a tokenizer knows
+    dropped_spans: int = 0  # that an exporter did not take, since the start
+    work: DeviceWork | None = None  # of an executor that counts it
 
 
 class Hello(Message, frozen=True):
@@ -117,6 +314,7 @@ class Hello(Message, frozen=True):
     engine_epoch: int = 0
     shm_nonce: bytes = b""
     credits: int = 0
+    clock: bytes = b""  # whose wall clock the sender reads; the same on one machine
 
 
 class Welcome(Message, frozen=True):
@@ -131,10 +329,11 @@ class Welcome(Message, frozen=True):
     engine_epoch: int = 0
     shm_nonce: bytes = b""
     credits: int = 0
+    clock: bytes = b""  # whose wall clock the sender reads; the same on one machine
 
 
 class Refused(Message, frozen=True):
-    """The link cannot be used: another major version, or data before `Hello`."""
+    """The link cannot be used: more than a minor version apart, or data before `Hello`."""
 
     reason: str
     protocol: tuple[int, int] = (PROTOCOL_MAJOR, PROTOCOL_MINOR)
@@ -145,6 +344,12 @@ class Heartbeat(Message, frozen=True):
 
     stats: ServiceStats = ServiceStats()
     now_ns: int = 0
+    # For peers that read another clock: the shortest way of a message from there lately, by both
+    # clocks (0: none came), and how far the sender's clock is ahead of scheduler 0's, found over so
+    # many links (-1: not known).
+    way_ns: int = 0
+    ahead_ns: int = 0
+    clock_links: int = -1
 
 
 class Drain(Message, frozen=True):
@@ -292,6 +497,13 @@ class Generate(Message, frozen=True):
     vocabulary: str = ""  # digest of the sender's; an engine with another one refuses it
     n_prompt_logprobs: int = -1  # of the prompt's ids but the first, as n_logprobs
     tenant: bytes = b""  # who asks; tenants share what there is fairly
+    prefill_at: str = ""  # name of the scheduler that is to compute the prompt; empty: this one
+    marks: Ids = b""  # lengths of beginnings that other prompts share: the system prompt
+    fingerprint: str = ""  # of the engine that computed confirmed_ids; another one refuses them
+    # Of confirmed_ids, as in TokenRow: who takes the request over has them from nobody else
+    confirmed_logprobs: bytes = b""  # empty: not asked for, or not known
+    confirmed_top_ids: Ids = b""
+    confirmed_top_logprobs: bytes = b""
 
 
 class Accepted(Message, frozen=True):
@@ -459,6 +671,16 @@ class StepCosts(Struct, frozen=True):
     decode_row_ns: int = 0
     context_kilotoken_ns: int = 0  # for each 1,000 positions that decode rows attend to
     verify: list[tuple[int, int]] = []  # (tokens, ns) of captured verify tiers, ascending
+    draft_base_ns: int = 0  # of a draft pass
+    draft_row_ns: int = 0  # for each row of it
+
+
+class PromptWork(Struct, frozen=True):
+    """What the tokens of a prompt cost, for ranks that compute a chunk of one together."""
+
+    positions: list[int]  # ascending
+    work: list[int]  # of a token there, any unit, in layers that all tokens pass; linear between
+    align: int  # parts begin at multiples of this
 
 
 class Capacity(Message, frozen=True):
@@ -477,12 +699,19 @@ class Capacity(Message, frozen=True):
     chunk_align: int = 128
     draft_len: int = 0  # d_max
     one_kernel_class: bool = True  # prefill and decode kernels give the same bits
-    fingerprint: str = ""  # hash of weights id, engine version, numerics
+    fingerprint: str = ""  # WEIGHTS.ENGINE: of the checkpoint; of version and numerics
     costs: StepCosts = StepCosts()
     has_masks: bool = False  # it can keep an output to a grammar
     block_bytes: tuple[int, int, int] = (0, 0, 0)  # as a kvstore keeps a block of each pool
     vocabulary: str = ""  # digest of the tokens and their ids; empty: not known
     grammars: int = 0  # that it keeps compiled; 0: it takes no CompileGrammars
+    # layers, experts of each, and copies beside one of each for which a layer has room over all
+    # ranks; 0 layers: it takes no PlaceExperts
+    experts: tuple[int, int, int] = (0, 0, 0)
+    prompt_work: PromptWork | None = None  # None: it computes chunks alone
+    # positions before an end whose window rows are to be exact that have to pass all layers; 0: no
+    # row may leave any out (packed.ROW.skip)
+    prefill_halo: int = 0
 
 
 class StepKind(IntEnum):
@@ -517,6 +746,16 @@ class GroupFlag(IntEnum):
     DRAIN = 2  # no step follows in this engine epoch
 
 
+class Split(Struct, frozen=True):
+    """All ranks compute one prompt's chunk together, a part each. Rank (home + 1 + i) % ranks has
+    part i: the request's own rank, home, has the last one."""
+
+    home: int
+    bounds: list[int]  # positions at which parts begin, and the end of the last
+    tail: int  # positions below leave out the upper layers, as ROW.skip says; 0: none do
+    shared: int  # the others have compressed rows below this; home gives them those up to the chunk
+
+
 class Descriptor(Struct, frozen=True):
     """What all ranks of a group agree on for one numbered group step."""
 
@@ -529,6 +768,12 @@ class Descriptor(Struct, frozen=True):
     verify_capacity: int = 0
     n_ubatch: int = 1
     flags: int = 0  # GroupFlag bits
+    placement: int = 0  # number of the PlaceExperts in force from this step on; 0: none
+    split: Split | None = None  # its rows are one chunk, which all ranks compute together
+    # Of the rank that has most, for devices whose forwards are all of an agreed size:
+    decode_rows: int = 0  # rows that decode kernels compute
+    walks: int = 0  # positions before the last one of such a row: output computed again
+    prefill_tokens: int = 0
 
 
 class SlotInit(Struct, frozen=True):
@@ -572,6 +817,16 @@ class BlockOp(Struct, frozen=True):
     after: bool = False
 
 
+class Part(Struct, frozen=True):
+    """What a rank needs for its part of a `Split`, whatever its slots hold."""
+
+    ids: Ids  # up to the part's end, with at least a window before its begin, as far as there is
+    global_blocks: Ids  # by position // block_size, up to the chunk's end
+    first_window: int  # block that the first of window_blocks is, by position // block_size
+    window_blocks: Ids  # from the window before the part to its end
+    state_block: int
+
+
 class SubmitStep(Message, frozen=True):
     """scheduler -> executor: one rank's part of a numbered group step."""
 
@@ -587,6 +842,7 @@ class SubmitStep(Message, frozen=True):
     close: bytes = b""  # packed.SLOT: slots that are free again
     cancel: bytes = b""  # packed.CANCEL: rows that became null rows
     applied: int = 0  # highest step that the scheduler has applied
+    part: Part | None = None  # of descriptor.split
 
 
 class StepStatus(IntEnum):
@@ -620,6 +876,14 @@ class StepTimes(Struct, frozen=True):
     queue_depth: int = 0
 
 
+class Drafting(Struct, frozen=True):
+    """What a step's draft pass was, and how good those before it were."""
+
+    took_ns: int
+    drafts: int  # tokens proposed
+    errors: list[float] = []  # see DraftStats
+
+
 class StepResult(Message, frozen=True):
     """executor -> scheduler: TOKENS_READY of one step; `gpu_done` may lag behind."""
 
@@ -638,6 +902,11 @@ class StepResult(Message, frozen=True):
     times: StepTimes = StepTimes()
     error: str = ""
     prompt: list[PromptLogprobs] = []  # of rows that computed parts of a prompt
+    expert_rows: bytes = b""  # uint32 [layers]: rows that came to this rank's experts
+    # uint32 [layers, experts]: rows of this rank's tokens since they were reported last; in steps
+    # whose number is a multiple of scheduler.experts_record_steps
+    expert_loads: bytes = b""
+    drafting: Drafting | None = None  # None: it had no draft pass
 
 
 class GpuDone(Message, frozen=True):
@@ -653,6 +922,28 @@ class Reset(Message, frozen=True):
     """scheduler -> executor: abandon all steps of older epochs, keep the weights."""
 
     engine_epoch: int
+
+
+class PlaceExperts(Message, frozen=True):
+    """scheduler -> executor: fetch the experts that you lack for this placement.
+
+    It is in force from the first step on whose descriptor has its number; until then the rank
+    computes as before. A later one with another `base` replaces it. The same to all ranks.
+    """
+
+    engine_epoch: int
+    number: int  # greater than any before
+    layers: list[tuple[int, bytes]]  # layer; int32 [ranks, slots]: expert in each slot, -1: none
+    base: int = 0  # number of the placement that is in force when this one comes to be
+
+
+class ExpertsPlaced(Message, frozen=True):
+    """executor -> scheduler: all experts of a placement are here, or why they are not."""
+
+    engine_epoch: int
+    rank: int
+    number: int
+    error: str = ""
 
 
 class CompileGrammars(Message, frozen=True):
@@ -828,7 +1119,7 @@ class StoreBlocks(Message, frozen=True):
     after_step: int
     moves: list[KvMove]
     traceparent: str = ""
-    store: str = ""  # name of the kvstore; empty: the only one
+    store: str = ""  # name of the kvstore; empty: the only one; its own: kept for a hand-over
 
 
 class LoadBlocks(Message, frozen=True):
@@ -904,6 +1195,20 @@ class BlockEvents(Message, frozen=True):
     dropped: list[KvItem] = []
 
 
+class PrefixEvents(Message, frozen=True):
+    """scheduler -> router: which resumable points its group has; begins with all of them.
+
+    A point is named as in a kvstore: by the chained hash of the prefix that ends there.
+    """
+
+    first: bool  # forget what was said before
+    fingerprint: str  # of the engine: the chains of its prompts begin with it
+    block_size: int  # tokens of a link of a chain
+    chunk_align: int  # tokens: points lie at multiples of it
+    added: bytes = b""  # hashes of 16 bytes each
+    dropped: bytes = b""
+
+
 class GetStoreStats(Message, frozen=True):
     """anyone -> kvstore."""
 
@@ -915,6 +1220,128 @@ class StoreStats(Message, frozen=True):
 
     op_id: int
     values: list[tuple[str, int]]
+    histograms: list[StoreHistogram] = []
+    holders: list[tuple[str, int]] = []  # items of each kvstore that shares the shared tier
+
+
+class FlushStore(Message, frozen=True):
+    """operator -> kvstore: forget all blocks and points that nobody reads now, not the records."""
+
+    op_id: int
+    shared: bool = False  # in the shared tier, too
+
+
+class StoreFlushed(Message, frozen=True):
+    """kvstore -> operator."""
+
+    op_id: int
+    status: KvStatus
+    num_items: int = 0  # blocks and points that are gone here
+    num_shared: int = 0  # keys that are gone in the shared tier
+    detail: str = ""
+
+
+class GetRecords(Message, frozen=True):
+    """gateway -> tokenizer -> scheduler, router, kvstore; scheduler -> executor: what you keep in
+    memory. Answered by one `Records` of each process; a repeated `op_id` is not."""
+
+    op_id: int
+    since_ns: int = 0  # step records from then on; 0: none
+    trace_id: str = ""  # spans of this trace, 32 hex digits; empty: none
+
+
+class StepNote(Struct, frozen=True):
+    """What a group step held."""
+
+    step: int
+    kind: StepKind
+    rows: int
+    tokens: int
+    rids: list[Rid] = []  # of its requests
+
+
+class Records(Message, frozen=True):
+    """Back the same way. Times are those of scheduler 0's clock, as well as that is known."""
+
+    op_id: int
+    process: str
+    service: str
+    slices: list[tuple[int, int, int, int, int]] = []  # timeline.Kind, step, start, end (ns), value
+    steps: list[StepNote] = []
+    spans: bytes = b""  # JSON, one span a line
+    rank: int = 0
+    work: list[tuple[int, float, float]] = []  # of an executor: step, flops, moved bytes
+    peaks: tuple[float, float] = (0.0, 0.0)  # see DeviceWork
+
+
+class KeepTrace(Message, frozen=True):
+    """gateway -> tokenizer -> scheduler, router: export the spans of this unsampled trace, too; its
+    request failed or was slow."""
+
+    trace_id: str
+
+
+# ---------------------------------------------------------------- scheduler <-> scheduler
+
+
+class PrefillFor(Message, frozen=True):
+    """decode side -> prefill side: compute this prefix and keep a copy for me.
+
+    Answered by `HandOff` or `HandOffRefused`. A number names one hand-over for ever; when the link
+    is lost, all of its hand-overs are over on both sides.
+    """
+
+    number: int
+    rid: Rid  # of the request
+    attempt: int
+    ids: Ids  # the prefix, a multiple of chunk_align long, and one more
+    ttl_s: float  # the copy is kept so long after the last `HandOffRenew`
+    prompt_len: int = 0  # P of the request; what lies beyond is output of it
+    salt: bytes = b""
+    priority: int = 0
+    tenant: bytes = b""
+    traceparent: str = ""
+
+
+class HandOff(Message, frozen=True):
+    """prefill side -> decode side: all of the prefix is there, and can be loaded."""
+
+    number: int
+    rid: Rid
+    attempt: int
+    source: str  # name of the executor that has the copy, as the `store` of `LoadBlocks`
+    engine_epoch: int  # of the prefill side; the copy ends with it
+    num_tokens: int
+    key: bytes  # 16 bytes: chained hash of the last block; tokens, salt and model are in it
+    num_items: int = 0  # blocks and the point
+    cached_tokens: int = 0  # of the prefix, those that nobody computed for this
+
+
+class HandOffRefused(Message, frozen=True):
+    """prefill side -> decode side: not computed, or not kept any longer; compute it yourself."""
+
+    number: int
+    detail: str
+
+
+class HandOffRenew(Message, frozen=True):
+    """decode side -> prefill side: these are still wanted."""
+
+    numbers: list[int]
+
+
+class HandOffDone(Message, frozen=True):
+    """decode side -> prefill side: loaded, or not wanted any more; forget the copy. Idempotent."""
+
+    number: int
+    loaded: bool
+
+
+class ReleaseBlocks(Message, frozen=True):
+    """scheduler -> executor: copies that these `StoreBlocks` to itself made are not needed."""
+
+    engine_epoch: int
+    op_ids: list[int]
 
 
 AnyMessage = (
@@ -973,4 +1400,18 @@ AnyMessage = (
     | SetLogLevel
     | CompileGrammars
     | GrammarsCompiled
+    | PlaceExperts
+    | ExpertsPlaced
+    | PrefixEvents
+    | GetRecords
+    | Records
+    | KeepTrace
+    | FlushStore
+    | StoreFlushed
+    | PrefillFor
+    | HandOff
+    | HandOffRefused
+    | HandOffRenew
+    | HandOffDone
+    | ReleaseBlocks
 )

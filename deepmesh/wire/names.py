@@ -4,13 +4,12 @@ libzmq would look names up on its one I/O thread, and hold up every other link o
 """
 
 import logging
-import re
 import socket
 import threading
 import time
 from collections.abc import Callable
 
-from deepmesh.addresses import is_loopback, split_tcp
+from deepmesh.addresses import is_name, split_tcp
 
 ASK_S = 1.0  # a name that is not there is asked for again so often
 _MAX_OPEN = 10  # questions without an answer yet
@@ -43,12 +42,7 @@ class Lookup:
     @classmethod
     def of(cls, address: str) -> "Lookup | None":
         """None for an address that is no name of another host."""
-        if not address.startswith("tcp://"):
-            return None
-        host, _ = split_tcp(address)
-        if is_loopback(host) or host.startswith("[") or re.fullmatch(r"[\d.]+", host):
-            return None
-        return cls(address)
+        return cls(address) if is_name(address) else None
 
     def ask(self) -> None:
         """Begin to look the name up, unless that has just been done."""
@@ -61,10 +55,14 @@ class Lookup:
         # Beside questions that are still open: a host that is back is found at once that way.
         threading.Thread(target=self._look_up, name=f"look up {self._host}", daemon=True).start()
 
+    def all(self) -> list[str]:
+        """The addresses of the latest answer in numbers, none before the first."""
+        with self._lock:
+            return [f"tcp://{number}:{self._port}" for number in self._found]
+
     def numeric(self, current: str) -> str:
         """An address in numbers, `current` if that is still one of the host's; "" before any."""
-        with self._lock:
-            addresses = [f"tcp://{number}:{self._port}" for number in self._found]
+        addresses = self.all()
         return current if current in addresses or not addresses else addresses[0]
 
     def _look_up(self) -> None:

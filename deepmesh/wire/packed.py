@@ -17,7 +17,7 @@ ROW = np.dtype(
         ("start_lo", "<u4"),  # first position; exact for source HOST
         ("start_hi", "<u4"),  # upper bound of the first position
         ("q", "<u4"),  # positions the row may write
-        ("flags", "<u4"),
+        ("skip", "<u4"),  # first positions that may leave out the upper layers (prefill)
     ]
 )
 

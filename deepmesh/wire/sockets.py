@@ -9,31 +9,39 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
 import zmq
+from msgspec.structs import replace
 from zmq.utils.monitor import parse_monitor_message
 
 from deepmesh.addresses import bind_address, check_address
 from deepmesh.config import LinksConfig
 from deepmesh.wire import codec, curve, names, zap
+from deepmesh.wire.clocks import MeshClock
 from deepmesh.wire.link import Arrival, Identity, Link, LinkEvent, Mail, Peer, PeerDown, PeerUp
 from deepmesh.wire.messages import (
-    PROTOCOL_MAJOR,
     AnyMessage,
+    GetRecords,
     Heartbeat,
     Hello,
+    KeepTrace,
+    LinkStats,
+    Records,
     Refused,
     ServiceStats,
     Welcome,
 )
+from deepmesh.wire.process import Process
 
 __all__ = ["Dialer", "Identity", "LinkEvent", "Listener", "Mail", "Peer", "PeerDown", "PeerUp"]
 
 _log = logging.getLogger(__name__)
 _MAX_MESSAGE_BYTES = 1 << 28
+MAX_LINKS = 4096  # of a listener
+MAX_NAME = 200  # characters of a peer's name or service, and of what is said of a bad frame
 _COPY_BELOW = 1 << 18  # bytes of a frame: below, a copy costs less than sharing its memory
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # plain ints: 128 sends a step
 
@@ -53,9 +61,12 @@ class _Endpoint:
         self._keys = me.keys if address.startswith("tcp://") else None
         self.me = me
         self.counters: Counter[str] = Counter()
+        self._repeats = zap.Repeats()
         self.generation = 0  # moves when `sockets` changes
         self.after_send: Callable[[], None] | None = None
         self.before_close: Callable[[], None] | None = None  # the sockets are about to close
+        self._process = me.process or Process("", MeshClock(is_reference=True))
+        self._process.endpoints.append(self)
         self._links_config = links
         self._stats = stats
         self._told = (-1.0, ServiceStats())  # when, and what: the same for all links at one look
@@ -89,7 +100,7 @@ class _Endpoint:
             header = codec.decode_header(frames)
         except codec.WireError as error:
             self.counters["bad_frames"] += 1
-            _log.warning("%s: dropped a frame: %s", self.me.name, error)
+            self._complain("dropped a frame", error)
             return None
         match link.arrive(header.seq, now):
             case Arrival.DUPLICATE:
@@ -104,19 +115,84 @@ class _Endpoint:
         except codec.WireError as error:
             unknown = isinstance(error, codec.UnknownTag)
             self.counters["unknown_tags" if unknown else "bad_frames"] += 1
-            _log.warning("%s: refused a message: %s", self.me.name, error)
+            self._complain("refused a message", error)
             return None
+        peer = link.peer
         if isinstance(message, Heartbeat):
-            if link.peer is not None:
-                link.peer.stats = message.stats
+            if peer is not None:
+                peer.stats = message.stats
+                self._set_clock(link, peer, message)
             return None
-        if link.peer is not None and not isinstance(message, (Hello, Welcome, Refused)):
-            received_ns = time.time_ns()
-            self._events.append(
-                Mail(link.peer, message, list(frames[2:]), header.sent_ns, received_ns)
-            )
+        observer = self._process.observer
+        if (
+            peer is not None
+            and observer is not None
+            and isinstance(message, (GetRecords, Records, KeepTrace))
+        ):
+            observer.take(message, peer.name, self._process)
+            return None
+        if peer is not None and not isinstance(message, (Hello, Welcome, Refused)):
+            sent_ns, received_ns = header.sent_ns, time.time_ns()
+            if peer.has_other_clock:
+                link.way.saw(sent_ns, received_ns)
+                sent_ns -= peer.ahead_ns
+            self._events.append(Mail(peer, message, list(frames[2:]), sent_ns, received_ns))
             return None
         return message
+
+    def _complain(self, what: str, error: codec.WireError) -> None:
+        """In the log, but not once for each frame of a peer that sends nothing else."""
+        words = str(error)[:MAX_NAME]
+        if self._repeats.is_news(words):
+            _log.warning("%s: %s: %s", self.me.name, what, words)
+
+    def _set_clock(self, link: Link, peer: Peer, beat: Heartbeat) -> None:
+        """How far the peer's clock is ahead of ours, and ours of the mesh's."""
+        if peer.has_other_clock:
+            link.way.saw(beat.now_ns, time.time_ns())
+            if beat.way_ns:
+                peer.ahead_ns = (beat.way_ns - link.way.ns) // 2
+        if not peer.has_other_clock or beat.way_ns:
+            self._process.clock.hear(peer.key, beat.clock_links, beat.ahead_ns - peer.ahead_ns)
+
+    def _has_other_clock(self, clock: bytes) -> bool:
+        """Whether a peer that names its clock so reads another one than we do."""
+        return bool(clock and self.me.clock_id) and clock != self.me.clock_id
+
+    def link_stats(self) -> list[LinkStats]:
+        """Of all links that are up."""
+        return [
+            LinkStats(
+                self.me.name,
+                self.me.service,
+                peer.name,
+                peer.service,
+                peer.stats.ready,
+                peer.stats.requests,
+                link.num_sent,
+                link.num_received,
+                peer.stats.dropped_spans,
+                peer.incarnation,
+            )
+            for link in self._open_links()
+            if (peer := link.peer) is not None
+        ]
+
+    def links_told(self) -> list[LinkStats]:
+        """By our peers, in their last heartbeats; what a tokenizer knows, only gateways hear."""
+        return [
+            told
+            for link in self._open_links()
+            if link.peer is not None
+            for told in link.peer.stats.links
+        ]
+
+    def send_to(self, peer: str, message: AnyMessage) -> bool:
+        """Send to the peer of this name; False when there is no link to it here."""
+        raise NotImplementedError
+
+    def _open_links(self) -> Iterable[Link]:
+        raise NotImplementedError
 
     def _beat(self, link: Link, now: float) -> bool:
         """Send a heartbeat when one is due; False when the outbox is full."""
@@ -124,8 +200,19 @@ class _Endpoint:
             return True
         link.last_beat = now
         if self._told[0] != now:
-            self._told = (now, self._stats())
-        return link.post(Heartbeat(self._told[1], time.time_ns()))
+            stats, links = self._stats(), self._process.links_told()
+            dropped = self._process.dropped_spans
+            if links or dropped:
+                stats = replace(stats, links=links, dropped_spans=dropped)
+            self._told = (now, stats)
+        clock = self._process.clock
+        return link.post(
+            Heartbeat(self._told[1], time.time_ns(), link.way.ns, clock.ahead_ns, clock.links)
+        )
+
+    def _leave(self) -> None:
+        if self in self._process.endpoints:
+            self._process.endpoints.remove(self)
 
     def _take_events(self) -> list[LinkEvent]:
         events, self._events = self._events, []
@@ -177,7 +264,6 @@ class Listener(_Endpoint):
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._domain = ""
         self._monitor: zmq.Socket[bytes] | None = None
-        self._repeats = zap.Repeats()
         if self._keys is not None:
             self._domain = zap.door.open(me.name, self._keys.clients)
             curve.encrypt_listener(self.socket, self._keys, self._domain)
@@ -222,6 +308,10 @@ class Listener(_Endpoint):
             return False
         return self._flush(key, link)
 
+    def send_to(self, peer: str, message: AnyMessage) -> bool:
+        """See `_Endpoint`."""
+        return self.send(peer, message)
+
     def announce(self) -> None:
         """Send every peer a heartbeat now: the state in it has changed in a way that matters."""
         for link in self._links.values():
@@ -231,6 +321,7 @@ class Listener(_Endpoint):
 
     def close(self) -> None:
         """Give the address back."""
+        self._leave()
         if self.before_close is not None:
             self.before_close()
         if self._monitor is not None and not self._monitor.closed:
@@ -243,6 +334,9 @@ class Listener(_Endpoint):
 
     def _unsent(self) -> bool:
         return any(link.outbox for link in self._links.values())
+
+    def _open_links(self) -> Iterable[Link]:
+        return self._links.values()
 
     def _receive_frames(self) -> tuple[list[bytes], str]:
         """The frames of one message, and the service whose key its sender has (or "")."""
@@ -279,17 +373,23 @@ class Listener(_Endpoint):
             return
         except codec.WireError as error:
             self.counters["bad_frames"] += 1
-            _log.warning("%s: dropped a frame: %s", self.me.name, error)
+            self._complain("dropped a frame", error)
             return
         hello = decoded.message
         if not isinstance(hello, Hello):
             self._refuse(identity, "data before Hello")
             return
-        if hello.protocol[0] != PROTOCOL_MAJOR:
+        if len(hello.name) > MAX_NAME or len(hello.service) > MAX_NAME:
+            self._refuse(identity, f"a name has at most {MAX_NAME} characters")
+            return
+        if len(self._links) >= MAX_LINKS and hello.name not in self._by_name:
+            self.counters["too_many_links"] += 1
+            self._refuse(identity, f"{MAX_LINKS} links are up already")
+            return
+        if problem := codec.version_problem(hello.protocol):
             self.counters["other_version"] += 1
-            self._refuse(
-                identity, f"protocol {hello.protocol[0]}, this side speaks {PROTOCOL_MAJOR}"
-            )
+            _log.warning("%s: refused %s: %s", self.me.name, hello.name, problem)
+            self._refuse(identity, problem)
             return
         if key_owner and hello.service != key_owner:
             reason = f"a {hello.service} with the key of a {key_owner}"
@@ -304,6 +404,7 @@ class Listener(_Endpoint):
         link.peer = Peer(
             hello.service, hello.name, identity.hex(), hello.incarnation, build=hello.build
         )
+        link.peer.has_other_clock = self._has_other_clock(hello.clock)
         link.last_beat, self._next_tick = -math.inf, 0.0  # who dials in learns our state at once
         self._links[identity] = link
         self._by_name[hello.name] = identity
@@ -349,6 +450,7 @@ class Listener(_Endpoint):
     def _drop(self, identity: bytes, reason: str) -> None:
         link = self._links.pop(identity)
         if link.peer is not None:
+            self._process.clock.forget(link.peer.key)
             self._by_name.pop(link.peer.name, None)
             self._events.append(PeerDown(link.peer, reason))
 
@@ -362,14 +464,17 @@ class Dialer(_Endpoint):
         me: Identity,
         links: LinksConfig,
         stats: Callable[[], ServiceStats] = ServiceStats,
+        *,
+        target: str = "",
     ) -> None:
+        """`target`: one address in numbers, where the name in `address` leads to several."""
         super().__init__(address, me, links, stats)
         self.refused_reason = ""
         self._server_keys = () if self._keys is None else self._keys.keys_at(address)
         self._num_failed = 0  # handshakes
         self._redial_at = 0.0  # after a failed one
-        self._lookup = names.Lookup.of(address)
-        self._target = "" if self._lookup else address  # what the socket connects to
+        self._lookup = None if target else names.Lookup.of(address)
+        self._target = "" if self._lookup else target or address  # what the socket connects to
         self._open()
 
     @property
@@ -402,8 +507,13 @@ class Dialer(_Endpoint):
         self._flush()
         return True
 
+    def send_to(self, peer: str, message: AnyMessage) -> bool:
+        """See `_Endpoint`."""
+        return self.peer is not None and self.peer.name == peer and self.send(message)
+
     def close(self) -> None:
         """Hang up."""
+        self._leave()
         self._close_socket()
 
     def _open(self) -> None:
@@ -431,6 +541,9 @@ class Dialer(_Endpoint):
     def _unsent(self) -> bool:
         return bool(self._link.outbox)
 
+    def _open_links(self) -> Iterable[Link]:
+        return (self._link,)
+
     def _close_socket(self) -> None:
         if self.socket.closed:
             return
@@ -443,6 +556,7 @@ class Dialer(_Endpoint):
     def _reset(self, reason: str) -> None:
         peer = self._link.peer
         if peer is not None:
+            self._process.clock.forget(peer.key)
             self._events.append(PeerDown(peer, reason))
         self._close_socket()
         self._open()
@@ -457,18 +571,25 @@ class Dialer(_Endpoint):
                 return
             message = self._deliver(self._link, frames)
             if isinstance(message, Welcome) and self._link.peer is None:
+                if problem := codec.version_problem(message.protocol):
+                    self._note_refusal(problem)  # a listener that would have us; we cannot
+                    continue
                 key = bytes(self.socket.getsockopt(zmq.IDENTITY)).hex()  # pyright: ignore[reportArgumentType]
                 self._link.peer = Peer(
                     message.service, message.name, key, message.incarnation, build=message.build
                 )
+                self._link.peer.has_other_clock = self._has_other_clock(message.clock)
                 self.refused_reason = ""
                 self._events.append(PeerUp(self._link.peer))
             elif isinstance(message, Refused):
-                if message.reason != self.refused_reason:
-                    _log.warning("%s: %s refused: %s", self.me.name, self.address, message.reason)
-                self.refused_reason = message.reason
+                self._note_refusal(message.reason)
                 if self._link.peer is not None:
                     raise _LinkBroken(f"refused: {message.reason}")
+
+    def _note_refusal(self, reason: str) -> None:
+        if reason != self.refused_reason:
+            _log.warning("%s: no link with %s: %s", self.me.name, self.address, reason)
+        self.refused_reason = reason
 
     def _watch_connection(self) -> None:
         closed = False

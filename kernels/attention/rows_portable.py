@@ -36,7 +36,7 @@ def store_rows_portable(
     weight: Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """See `store_rows`; slots are int64."""
+    """See `store_rows`; slots are int64, negative for a row that is not stored."""
     if pool.row_format is not RowFormat.FLOAT and x.shape[1] % 32:
         raise ValueError(f"store_rows: {x.shape[1]} channels are no whole groups of 32")
     if weight is not None:

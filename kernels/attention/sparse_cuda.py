@@ -26,6 +26,7 @@ def sparse_attention_decode(
     sinks: Tensor,
     *,
     rope: tuple[Tensor, Tensor] | None = None,
+    turns_queries: bool = False,
     block_heads: int = 0,
 ) -> Tensor:
     """As `sparse_attention` with `bf16`, over rows of `packed_rows`.
@@ -39,6 +40,7 @@ def sparse_attention_decode(
         sinks: [num_heads], float32.
         rope: cos and sin, [num_tokens, 32], float32: rotate the result back, rounding as `rotate`
             does; None: do not.
+        turns_queries: with `rope`: the queries are not rotated yet.
         block_heads: heads that share a block, one of BLOCK_HEADS; 0: the fastest. No bit of the
             result depends on it.
     Returns:
@@ -82,6 +84,7 @@ def sparse_attention_decode(
             a(sinks.data_ptr()),
             a(None if cos is None else cos.contiguous().data_ptr()),
             a(None if sin is None else sin.contiguous().data_ptr()),
+            n(turns_queries and rope is not None),
             ctypes.c_float(dim**-0.5),
             n(block_heads or best_block_heads(tokens, heads, cuda.multiprocessors(device))),
             a(out.data_ptr()),

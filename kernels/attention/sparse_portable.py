@@ -98,7 +98,7 @@ def choose_candidates(scores: Tensor, visible: Tensor, size: int, count: int) ->
     """`candidate_blocks`, in the form that `choose_slots` wants on the device of `scores`."""
     if scores.is_cuda:
         return candidate_blocks_decode(scores, visible.int(), size, count)
-    return candidate_blocks(scores, visible, size, count)
+    return candidate_blocks(scores, visible.long().clamp_min(1), size, count)
 
 
 def choose_slots(
@@ -111,13 +111,16 @@ def choose_slots(
     allowed: Tensor | None,
     block_size: int,
 ) -> Tensor:
-    """Pool rows of `top_k_indices`, [num_tokens, top_k], int64, negative or the null row for none.
+    """Pool rows of `top_k_indices`, [num_tokens, top_k], negative or the null row for none.
+
+    On a GPU int32, and all entries of a token that sees no more than `top_k`, whatever its scores;
+    else int64.
 
     Args:
         allowed: what `choose_candidates` gave, in blocks of `block_size`.
     """
     if not scores.is_cuda:
-        return table.slots(rows, top_k_indices(scores, top_k, allowed))
+        return table.slots(rows.long(), top_k_indices(scores, top_k, allowed))
     _, slots = top_k_decode(
         scores,
         visible.int(),
@@ -128,7 +131,7 @@ def choose_slots(
         allowed=allowed,
         block_size=block_size,
     )
-    return slots.long()
+    return slots
 
 
 def _run(function: str, *arguments: portable.Argument) -> None:

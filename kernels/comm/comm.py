@@ -1,5 +1,6 @@
 """Expert parallelism: tokens go to the ranks that hold their experts, results come back."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,8 +18,9 @@ class Arrivals:
     """Tokens whose experts are wanted here: from rank 0, then from rank 1, and so on."""
 
     x: Tensor  # [num_arrived, hidden], float32
-    expert_ids: Tensor  # [num_arrived, top_k], int64, ascending; also those of other ranks
+    expert_ids: Tensor  # [num_arrived, top_k], int64, as they were sent; also other ranks'
     weights: Tensor  # [num_arrived, top_k], float32
+    counts: Tensor | None = None  # [ranks], int32: of each rank's rows so many are tokens
 
 
 class Exchange(Protocol):
@@ -32,14 +34,23 @@ class Exchange(Protocol):
         """Size of the group."""
         ...
 
-    def dispatch(self, x: Tensor, expert_ids: Tensor, weights: Tensor, owners: Tensor) -> Arrivals:
+    def dispatch(
+        self,
+        x: Tensor,
+        expert_ids: Tensor,
+        weights: Tensor,
+        owners: Tensor,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Arrivals:
         """Send tokens to the ranks of their experts; returns what arrived here.
 
         Args:
             x: [num_tokens, hidden], float32; at most the step's capacity of tokens.
-            expert_ids: [num_tokens, top_k], int64, ascending within a row.
+            expert_ids: [num_tokens, top_k], int64: the slots of the group that hold a token's
+                experts, in ascending order of the experts.
             weights: [num_tokens, top_k], float32.
-            owners: [num_experts], int64: the rank that holds each expert, the same everywhere.
+            owners: [num_slots], int64: the rank of each slot, the same everywhere.
+            meanwhile: runs while the tokens are on their way.
         Raises:
             ExchangeError: the group is no more.
         """
@@ -67,10 +78,47 @@ class Alone:
 
     ranks = 1
 
-    def dispatch(self, x: Tensor, expert_ids: Tensor, weights: Tensor, owners: Tensor) -> Arrivals:
+    def dispatch(
+        self,
+        x: Tensor,
+        expert_ids: Tensor,
+        weights: Tensor,
+        owners: Tensor,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Arrivals:
         """All tokens stay."""
+        if meanwhile is not None:
+            meanwhile()
         return Arrivals(x, expert_ids, weights)
 
     def combine(self, slots: Tensor) -> Tensor:
         """Add the slots."""
         return combine_slots(slots)
+
+
+class Loopback:
+    """The `Exchange` of a rank that measures what its own experts cost: as much arrives as does
+    from `ranks` ranks like this one, and what others hold is left out of the sums.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def dispatch(
+        self,
+        x: Tensor,
+        expert_ids: Tensor,
+        weights: Tensor,
+        owners: Tensor,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Arrivals:
+        """Our own tokens, once for each rank."""
+        if meanwhile is not None:
+            meanwhile()
+        self._tokens = x.shape[0]
+        repeats = self.ranks, 1
+        return Arrivals(x.repeat(repeats), expert_ids.repeat(repeats), weights.repeat(repeats))
+
+    def combine(self, slots: Tensor) -> Tensor:
+        """Add the slots of the first copy."""
+        return combine_slots(slots[: self._tokens])

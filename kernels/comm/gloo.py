@@ -2,6 +2,7 @@
 
 import re
 import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -51,7 +52,14 @@ class GlooExchange:
         word = torch.zeros(self.ranks, dtype=torch.int32)
         self._all_to_all(torch.empty_like(word), word, [], [])
 
-    def dispatch(self, x: Tensor, expert_ids: Tensor, weights: Tensor, owners: Tensor) -> Arrivals:
+    def dispatch(
+        self,
+        x: Tensor,
+        expert_ids: Tensor,
+        weights: Tensor,
+        owners: Tensor,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Arrivals:
         """See `Exchange`."""
         hidden, top_k = x.shape[1], expert_ids.shape[1]
         assert x.shape[0] <= self._capacity, f"{x.shape[0]} tokens, capacity {self._capacity}"
@@ -64,7 +72,7 @@ class GlooExchange:
         blocks = sent[:, HEADER:].unflatten(1, (self._capacity, -1))
         blocks[routes.ranks, routes.places] = rows[routes.tokens]
         received = torch.empty_like(sent)
-        self._all_to_all(received, sent, [], [])
+        self._all_to_all(received, sent, [], [], meanwhile)
         num_from = self._read_headers(received[:, :HEADER].tolist())
         blocks = received[:, HEADER:].unflatten(1, (self._capacity, -1))
         arrived = torch.cat([block[:count] for block, count in zip(blocks, num_from, strict=True)])
@@ -91,6 +99,17 @@ class GlooExchange:
         self._routes = self._back = None
         return combine_slots(gathered)
 
+    def swap(self, sent: Sequence[Tensor], num_from: Sequence[int]) -> list[Tensor]:
+        """Bytes to and from each rank: sent[r] (uint8, flat) to rank r, num_from[r] of rank r.
+
+        Raises:
+            ExchangeError: the group is no more.
+        """
+        counts, mine = list(num_from), [len(part) for part in sent]
+        got = torch.empty(sum(counts), dtype=torch.uint8)
+        self._all_to_all(got, torch.cat(list(sent)), counts, mine)
+        return list(got.split(counts))
+
     def close(self) -> None:
         """Leave the group; peers that wait get an error. Blocks until its threads are done."""
         self._stopped.set()
@@ -107,7 +126,12 @@ class GlooExchange:
         return [count for _, _, count, _ in headers]
 
     def _all_to_all(
-        self, out: Tensor, sent: Tensor, out_splits: list[int], splits: list[int]
+        self,
+        out: Tensor,
+        sent: Tensor,
+        out_splits: list[int],
+        splits: list[int],
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         group = self._group
         if group is None or self._stopped.is_set():
@@ -118,7 +142,12 @@ class GlooExchange:
             work = group.alltoall_base(  # pyright: ignore[reportAttributeAccessIssue] # no stub
                 out, sent, out_splits, splits, options
             )
-            del group  # whoever drops it last waits for its threads: never this one
+        except RuntimeError as error:
+            raise ExchangeError(_plain(str(error))) from error
+        del group  # whoever drops it last waits for its threads: never this one
+        if meanwhile is not None:
+            meanwhile()
+        try:
             self._wait(work)
         except RuntimeError as error:
             raise ExchangeError(_plain(str(error))) from error

@@ -126,8 +126,7 @@ static void all_rows(const Rows& rows, int64_t first, int64_t count, const uint3
                      int64_t groups, const Target& to, int64_t width) {
     for (; count - first >= R; first += R) some_rows<kind, R>(rows, first, panel, groups, to, width);
     if constexpr (R > 1)
-        if (first < count)
-            all_rows<kind, R == 8 ? 4 : R - 1>(rows, first, count, panel, groups, to, width);
+        if (first < count) all_rows<kind, R - 1>(rows, first, count, panel, groups, to, width);
 }
 
 // out[r, c] = row r · output 16 · first + c, of panels [first, end) only; no threads in here.

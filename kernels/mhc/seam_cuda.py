@@ -74,20 +74,42 @@ def seam(
     """
     if (output is None) != (mix is None):
         raise ValueError("seam: an output and its mix go together")
+    ahead = streams.new_empty(streams.shape[0], streams.shape[2])
+    mixing = num_iters, hc_eps, norm_eps
+    return ahead, _launch(streams, output, mix, carried, weights, mixing, cluster_tokens, ahead)
+
+
+def seam_mix(
+    streams: Tensor, weights: SeamWeights, *, num_iters: int, hc_eps: float, norm_eps: float
+) -> HyperMix:
+    """`hyper_mix` alone, of streams [num_tokens, 4, hidden]: with the bits of `seam`."""
+    return _launch(streams, None, None, None, weights, (num_iters, hc_eps, norm_eps), 0, None)
+
+
+def _launch(
+    streams: Tensor,
+    output: Tensor | None,
+    mix: HyperMix | None,
+    carried: Tensor | None,
+    weights: SeamWeights,
+    mixing: tuple[int, float, float],
+    cluster_tokens: int,
+    ahead: Tensor | None,
+) -> HyperMix:
     tokens, count, hidden = streams.shape
     if count != STREAMS or hidden != weights.norm.shape[0] or not streams.is_contiguous():
         raise ValueError(
             f"seam: streams {tuple(streams.shape)} for {weights.norm.shape[0]} channels"
         )
     device = streams.device
-    ahead = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=device)
     made = HyperMix(
         torch.empty(tokens, STREAMS, device=device),
         torch.empty(tokens, STREAMS, device=device),
         torch.empty(tokens, STREAMS, STREAMS, device=device),
     )
     if tokens == 0:
-        return ahead, made
+        return made
+    num_iters, hc_eps, norm_eps = mixing
     a, n, r = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
     cuda.check(
         cuda.load("mhc", "seam").seam(
@@ -95,7 +117,7 @@ def seam(
             a(None if output is None else output.contiguous().data_ptr()),
             a(None if mix is None else mix.post.data_ptr()),
             a(None if mix is None else mix.comb.data_ptr()),
-            a(carried.data_ptr()),
+            a(None if carried is None else carried.data_ptr()),
             a(weights.fn.data_ptr()),
             a(weights.scale.data_ptr()),
             a(weights.base.data_ptr()),
@@ -106,12 +128,12 @@ def seam(
             r(hc_eps),
             r(norm_eps),
             n(cluster_tokens or best_cluster_tokens(tokens, clusters_at_once(hidden))),
-            a(ahead.data_ptr()),
+            a(None if ahead is None else ahead.data_ptr()),
             *[a(part.data_ptr()) for part in made],
             a(torch.cuda.current_stream(device).cuda_stream),
         )
     )
-    return ahead, made
+    return made
 
 
 @functools.cache

@@ -73,17 +73,47 @@ def routed_experts_decode(
     Error against routed_experts_ref with `bf16`: 2e-2 relative to the norm of the row, where sums
     near a tie round the other way.
     """
+    out = torch.empty(x.shape[0], experts.hidden, device=x.device)
+    _launch(x, expert_ids, weights, experts, first_expert, limit, out)
+    return out
+
+
+def routed_experts_slots(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    experts: PackedExperts,
+    *,
+    first_expert: int,
+    limit: float,
+) -> Tensor:
+    """As `routed_experts_decode`, not summed.
+
+    Returns:
+        [num_tokens · top_k, hidden], bfloat16; undefined where the expert is not held here.
+    """
+    return _launch(x, expert_ids, weights, experts, first_expert, limit, None)
+
+
+def _launch(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    experts: PackedExperts,
+    first_expert: int,
+    limit: float,
+    out: Tensor | None,
+) -> Tensor:
     tokens, top_k = expert_ids.shape
     device, slots = x.device, tokens * top_k
-    out = torch.empty(tokens, experts.hidden, device=device)
+    slot_rows = torch.empty(slots, experts.hidden, dtype=torch.bfloat16, device=device)
     if tokens == 0:
-        return out
+        return slot_rows
     ints = torch.empty(_INTS + slots, dtype=torch.int32, device=device)
     passes = min(slots, experts.w13.shape[0] + slots // PASS_ROWS)
     inputs = torch.empty(passes * PASS_ROWS, experts.hidden, dtype=torch.float16, device=device)
     input_unit = torch.empty(tokens, device=device)
     hidden_rows = torch.empty(passes * PASS_ROWS, experts.inter, dtype=torch.float16, device=device)
-    slot_rows = torch.empty(slots, experts.hidden, dtype=torch.bfloat16, device=device)
     a, n = ctypes.c_void_p, ctypes.c_int64
     cuda.check(
         cuda.load("moe", "experts_decode").experts_decode(
@@ -104,11 +134,11 @@ def routed_experts_decode(
             a(input_unit.data_ptr()),
             a(hidden_rows.data_ptr()),
             a(slot_rows.data_ptr()),
-            a(out.data_ptr()),
+            a(None if out is None else out.data_ptr()),
             a(torch.cuda.current_stream(device).cuda_stream),
         )
     )
-    return out
+    return slot_rows
 
 
 def _interleave(gate: Tensor, up: Tensor, inter: int) -> Tensor:

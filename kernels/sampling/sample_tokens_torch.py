@@ -15,15 +15,21 @@ CHUNK_ROWS = 16  # keeps what is made on the way in the cache
 
 def sample_tokens_torch(logits: Tensor, draws: Draws) -> Tensor:
     """See `sample_tokens`."""
-    scores = logits.clone()
-    hot = draws.temperature > 0
-    filtered = hot & ((draws.top_k > 0) | (draws.top_p < 1) | (draws.min_p > 0))
-    for rows in _chunks(filtered):
-        scores[rows] = _filter(logits[rows], Draws(*(values[rows] for values in draws)))
-    for rows in _chunks(hot):
+    scores = filtered_logits(logits, draws)
+    for rows in _chunks(draws.temperature > 0):
         noise = _noise(Draws(*(values[rows] for values in draws)), logits.shape[1])
         scores[rows] += noise.to(logits.device) * draws.temperature[rows, None]
     return scores.argmax(dim=1)  # the first of equals
+
+
+def filtered_logits(logits: Tensor, draws: Draws) -> Tensor:
+    """A copy of the logits, with -inf for the ids that each row's filters drop; see
+    `sample_tokens`. Rows at temperature 0 drop none."""
+    scores = logits.clone()
+    hot = draws.temperature > 0
+    for rows in _chunks(hot & ((draws.top_k > 0) | (draws.top_p < 1) | (draws.min_p > 0))):
+        scores[rows] = _filter(logits[rows], Draws(*(values[rows] for values in draws)))
+    return scores
 
 
 def _chunks(chosen: Tensor) -> Sequence[Tensor]:

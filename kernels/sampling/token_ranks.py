@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels import native
+from kernels.sampling.scores_cuda import token_scores
 
 _A, _N = native.ADDRESS, native.COUNT
 _ranks = native.lazy("sampling", "token_ranks", (_A, _N, _N, _A, _A, _N))
@@ -19,7 +20,9 @@ def token_ranks(logits: Tensor, ids: Tensor) -> Tensor:
         [rows], int64, from 1 to num_ids. Equal to token_ranks_ref.
     """
     rows, num_ids = logits.shape
-    if logits.is_cuda or native.library("sampling") is None:
+    if logits.is_cuda:
+        return token_scores(logits, ids.to(torch.int32), 0)[1].long()
+    if native.library("sampling") is None:
         own = logits.gather(1, ids[:, None])
         is_lower = torch.arange(num_ids, device=logits.device) < ids[:, None]
         return 1 + ((logits > own) | ((logits == own) & is_lower)).sum(dim=1)

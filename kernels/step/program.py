@@ -15,7 +15,15 @@ from torch import Tensor
 from kernels import native
 
 MAX_WORDS = 28  # arguments of an operation
-FAMILIES = ("step", "quant", "moe", "mhc", "engram", "attention")  # of operations recorded
+FAMILIES = (
+    "step",
+    "quant",
+    "moe",
+    "mhc",
+    "engram",
+    "attention",
+    "sampling",
+)  # of operations recorded
 _HEAD = 4  # words of a call before its arguments
 _MASK = (1 << 64) - 1
 

@@ -167,8 +167,9 @@ class Recorder:
             *(None, 0, None, None, 0, 0.0),
         )
 
-    def last(self, streams: Streams, y: Tensor, norm: Tensor, out: Tensor) -> None:
-        """`expand` and `collapse_norm` of the tokens whose logits are wanted, in their order."""
+    def last(self, streams: Streams, y: Tensor, norm: Tensor | None, out: Tensor) -> None:
+        """`expand` and `collapse_norm`, without `norm` `collapse`, of the tokens whose logits are
+        wanted, in their order."""
         self.program.call(
             *("mhc", "step_last", self.step.address, streams.x, *streams.shape, y, self._bf16),
             *(streams.pre, streams.post, streams.comb, norm, self._eps, out),
@@ -180,6 +181,13 @@ class Recorder:
         self.program.call(
             *("mhc", "step_feature", self.step.address, streams.x, *streams.shape),
             *(self._bf16, index * hidden, count * hidden),
+        )
+
+    def norm_wanted(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        """`rms_norm` of the rows that `last` gave."""
+        self.program.call(
+            *("mhc", "rms_norm", x, x.shape[1], self.step.reference("num_wanted"), x.shape[1]),
+            *(weight, self._eps, self._bf16, out),
         )
 
     def norm(self, x: Tensor, weight: Tensor, out: Tensor) -> None:

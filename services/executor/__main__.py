@@ -11,12 +11,15 @@ from pathlib import Path
 
 from deepmesh import log, telemetry
 from deepmesh.config import Config, ConfigError, load_config
+from deepmesh.recorder import Recorder
+from deepmesh.start_checks import weights_problem
 from deepmesh.telemetry import SPAN_GRAMMAR
 from deepmesh.wire.keys import load_keyring
-from services.executor.interface import Engine, Executor, OnProgress
+from services.executor.interface import Engine, Executor, OnProgress, Recording
 from services.executor.masks.grammar_masks import GrammarMasks
 from services.executor.service import ExecutorService
 from services.executor.stream import StreamExecutor
+from services.executor.work import Counting
 
 _log = logging.getLogger(__name__)
 SWITCH_S = 0.0005
@@ -50,7 +53,9 @@ def make_engine(config: Config, index: int = 0, masks: GrammarMasks | None = Non
     if config.executor.device == "cpu":
         return ModelEngine(config, index, masks)
     try:
-        return GpuEngine(config, index, masks)
+        return GpuEngine(
+            config, index, masks, "cpu" if config.executor.device == "host" else "cuda"
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -71,10 +76,15 @@ def main() -> int:
 
     try:
         config = load_config(arguments.config)
-        log.setup(name, config.mesh.log_level)
+        log.setup(name, config.mesh.log_level, config.mesh.log_format)
         load_keyring(config, "executor")
+        if words := weights_problem(config):
+            raise ConfigError(words)
         masks = GrammarMasks(config, name, on_span) if config.executor.masks else None
-        engine = make_engine(config, arguments.index, masks)
+        engine, recorder = make_engine(config, arguments.index, masks), Recorder()
+        if isinstance(engine, Recording):
+            engine.record = recorder.add
+        work = engine.work if isinstance(engine, Counting) else None
     except ConfigError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
@@ -99,6 +109,8 @@ def main() -> int:
         index=arguments.index,
         rank=arguments.rank,
         tracer=tracer,
+        recorder=recorder,
+        work=work,
         ahead=masks.ahead if masks is not None else None,
         on_end=lambda: faulthandler.dump_traceback_later(END_S, exit=True),
     )

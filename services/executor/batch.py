@@ -1,7 +1,7 @@
 """`StepBatch`: the tensors of one forward, mixed prefill chunks and decode rows alike."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deepmesh.wire.messages import Pool
 from services.executor.interface import LiveRows
+from services.executor.model_config import BLOCK_TOKENS
 from services.executor.slots import SlotTable
 
 NO_BLOCK = -1  # entry of a block table that holds nothing (released, or not there yet)
@@ -32,6 +33,8 @@ class BatchRow:
     state_block: int
     context: Sequence[int] | NDArray[np.int32] = ()  # up to 3 ids just before `start`, oldest first
     num_logits: int = 1  # logits are wanted of the last so many ids
+    skip: int = 0  # first ids that leave out the upper layers
+    window_from: int = 0  # as StepBatch.window_from
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,11 @@ class StepBatch:
     state_blocks: Tensor  # [num_rows], int32
     engram_context: Tensor  # [num_rows, 3], int64: ids before each row, NO_ID for none
     logit_tokens: Tensor  # [num_sampled], int64: tokens of the batch whose logits are wanted
+    # [num_rows], int64: first tokens of each row that leave out the upper layers; None: no row does
+    skips: Tensor | None = None
+    # [num_rows], int64: the upper layers left out all before this position, the begin of a block,
+    # and read no window rows there: whatever lies there is none of theirs; None: they read all
+    window_from: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -84,6 +92,8 @@ class StepBatch:
                 )
         before = starts[:, None] + np.arange(-context_ids, 0)
         context = slots.tokens[held[:, None], np.maximum(before, 0)]
+        first = slots.upper_from[held]
+        is_cut = bool((first > starts - slots.capacity.window).any())
         last = np.repeat(np.cumsum(num_logits), num_logits)
         wanted = np.repeat(ends[1:], num_logits) - last + np.arange(len(last))
         return StepBatch(
@@ -95,7 +105,40 @@ class StepBatch:
             state_blocks=torch.from_numpy(slots.state_block[held]),
             engram_context=torch.from_numpy(np.where(before < 0, NO_ID, context).astype(np.int64)),
             logit_tokens=torch.from_numpy(wanted),
+            skips=None if live.skips is None else torch.from_numpy(live.skips),
+            window_from=torch.from_numpy(first) if is_cut else None,
         )
+
+    @property
+    def has_upper_part(self) -> bool:
+        """Whether the upper layers are to see another batch than the lower ones."""
+        return self.skips is not None or self.window_from is not None
+
+    def upper_part(self) -> tuple[Tensor, "StepBatch"]:
+        """The tokens that pass the upper layers, [n] int64, and a batch of them: rows may be
+        empty."""
+        starts, row_of = self.row_starts, self._row_of()
+        skips = torch.zeros(self.num_rows, dtype=torch.int64) if self.skips is None else self.skips
+        is_kept = torch.arange(self.num_tokens) - starts[row_of] >= skips[row_of]
+        kept, place = is_kept.nonzero().squeeze(1), is_kept.cumsum(0) - 1
+        windows = self.window_blocks
+        if self.window_from is not None:
+            first = self.window_from.div(BLOCK_TOKENS, rounding_mode="floor").unsqueeze(1)
+            windows = torch.where(torch.arange(windows.shape[1]) < first, NO_BLOCK, windows)
+        widths = (starts.diff() - skips).cumsum(0)
+        return kept, replace(
+            self,
+            ids=self.ids[kept],
+            positions=self.positions[kept],
+            row_starts=torch.cat((widths.new_zeros(1), widths)),
+            window_blocks=windows.to(torch.int32).contiguous(),
+            logit_tokens=place[self.logit_tokens],
+            skips=None,
+            window_from=None,
+        )
+
+    def _row_of(self) -> Tensor:
+        return torch.repeat_interleave(torch.arange(self.num_rows), self.row_starts.diff())
 
     @staticmethod
     def build(rows: Sequence[BatchRow], context_ids: int = 3) -> "StepBatch":
@@ -124,6 +167,8 @@ class StepBatch:
             state_blocks=torch.tensor([row.state_block for row in rows], dtype=torch.int32),
             engram_context=_context([row.context for row in rows], context_ids),
             logit_tokens=_join(wanted),
+            skips=_column([row.skip for row in rows]),
+            window_from=_column([row.window_from for row in rows]),
         )
 
 
@@ -141,6 +186,10 @@ def _check_row(index: int, row: BatchRow) -> None:
                 f"row {index}: no {name} block for some of the positions"
                 f" {row.start}..{row.start + width - 1}"
             )
+
+
+def _column(values: list[int]) -> Tensor | None:
+    return torch.tensor(values) if any(values) else None
 
 
 def _join(parts: list[NDArray[np.int64]]) -> Tensor:

@@ -11,6 +11,8 @@ from services.executor.model_config import BLOCK_TOKENS, ModelConfig
 TYPICAL_TOKENS = 2048  # of one request: the default pools hold scheduler.max_rows of these
 MAX_DEPTH = 3  # steps in flight
 KEPT_POINTS = 4  # resumable points kept for each resident request
+KEPT_CONTEXTS = 2  # of full length for each slot: one that runs, one kept for its prefix
+MAX_GLOBAL_BLOCKS = 1 << 19  # 33 M tokens: a scheduler keeps some bytes for each
 WHOLE_FILE_BYTES = 256 << 20  # larger files enter the fingerprint by size, head and tail
 
 
@@ -27,14 +29,18 @@ def plan_capacity(
     *,
     bytes_per_block: tuple[int, int, int] = (0, 0, 0),
     memory_bytes: int = 0,
+    fills: bool = False,
     draft_len: int = 0,
+    prefill_halo: int = 0,
 ) -> Capacity:
     """Pool sizes: those of [executor], or enough for `max_rows` requests of typical length.
 
     Args:
         bytes_per_block: of each pool, where memory is a limit.
         memory_bytes: what the pools may take; defaults are lowered to it, 0 is no limit.
+        fills: whatever that leaves becomes global blocks, as many as could be of use.
         draft_len: drafts that are verified with each token.
+        prefill_halo: see Capacity.
     Raises:
         ValueError: the pools cannot hold a single request of full length.
     """
@@ -53,6 +59,10 @@ def plan_capacity(
     if memory_bytes and needed > memory_bytes:
         share = memory_bytes / needed
         global_blocks, window_blocks = int(global_blocks * share), int(window_blocks * share)
+    elif fills:
+        useful = min(MAX_GLOBAL_BLOCKS, KEPT_CONTEXTS * num_slots * least_global)
+        more = (memory_bytes - needed) // bytes_per_block[0]
+        global_blocks = max(global_blocks, min(useful, global_blocks + more))
     global_blocks = executor.global_blocks or global_blocks
     window_blocks = executor.window_blocks or window_blocks
     if global_blocks < 1 or window_blocks < window_span:
@@ -72,12 +82,14 @@ def plan_capacity(
         window=model.sliding_window,
         block_size=BLOCK_TOKENS,
         draft_len=draft_len,
+        prefill_halo=prefill_halo,
     )
 
 
 def fingerprint(model: Path, numerics: str, engine: str) -> str:
-    """Hash of what the results depend on: weights, engine version, numerics."""
-    digest = hashlib.sha256(f"{engine} {__version__} {numerics}".encode())
+    """WEIGHTS.ENGINE: hashes of the checkpoint's files, and of what else the results depend on."""
+    how = hashlib.sha256(f"{engine} {__version__} {numerics}".encode())
+    digest = hashlib.sha256()
     for file in sorted([*model.glob("*.json"), *model.glob("*.safetensors")]):
         size = file.stat().st_size
         digest.update(f"\n{file.name} {size} ".encode())
@@ -88,4 +100,4 @@ def fingerprint(model: Path, numerics: str, engine: str) -> str:
                 digest.update(stream.read(1 << 20))
                 stream.seek(-(1 << 20), 2)
                 digest.update(stream.read())
-    return digest.hexdigest()[:16]
+    return f"{digest.hexdigest()[:9]}.{how.hexdigest()[:6]}"

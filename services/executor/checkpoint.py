@@ -5,10 +5,29 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from services.executor.tensor_specs import IGNORED_PREFIXES, TensorSpec
 
 SAME_DTYPE = {"F8_E8M0": ("F8_E8M0", "U8"), "I8": ("I8", "U8")}  # how other tools label them
+
+
+MAX_HEADER_BYTES = 100 << 20  # as safetensors itself has it
+_BAD_JSON = (ValueError, KeyError, AttributeError, TypeError, RecursionError)
+_Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    """A tensor in the header of a file."""
+
+    dtype: str
+    shape: tuple[_Size, ...]
+    data_offsets: tuple[_Size, _Size]
+
+
+_decoder = msgspec.json.Decoder(_Entry)
 
 
 class CheckpointError(ValueError):
@@ -34,8 +53,11 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     if index.exists():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+        except _BAD_JSON as error:
             raise CheckpointError(f"{index}: not a safetensors index") from error
+        outside = [name for name in names if not _is_file_name(name)]
+        if outside:
+            raise CheckpointError(f"{index}: {outside[0]!r} is no file of this folder")
         files = [folder / name for name in names]
     else:
         files = sorted(folder.glob("*.safetensors"))
@@ -57,15 +79,32 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
         if length > size - 8:
             raise CheckpointError(f"{file}: not a safetensors file, or cut short")
-        header = json.loads(stream.read(length))
-    header.pop("__metadata__", None)
-    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        if length > MAX_HEADER_BYTES:
+            raise CheckpointError(f"{file}: a header of {length} bytes is none")
+        text = stream.read(length)
+    try:
+        tensors = _tensors(text)
+    except _BAD_JSON as error:
+        raise CheckpointError(f"{file}: its header is no safetensors header: {error}") from error
+    end = max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
     if end > size - 8 - length:
         raise CheckpointError(f"{file}: cut short, {end + 8 + length - size} bytes missing")
     return {
-        name: StoredTensor(file, tuple(entry["shape"]), entry["dtype"])
-        for name, entry in header.items()
+        name: StoredTensor(file, tensor.shape, tensor.dtype) for name, tensor in tensors.items()
     }
+
+
+def _is_file_name(name: object) -> bool:
+    """No path: an index must not lead to files elsewhere."""
+    if not isinstance(name, str) or len(name.encode("utf-8", "surrogatepass")) > 255:
+        return False
+    return name == Path(name).name and bool(name.strip(".")) and "\0" not in name
+
+
+def _tensors(text: bytes) -> dict[str, _Entry]:
+    header = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    header.pop("__metadata__", None)
+    return {name: _decoder.decode(entry) for name, entry in header.items()}
 
 
 def check_tensors(specs: Iterable[TensorSpec], stored: dict[str, StoredTensor]) -> None:

@@ -24,7 +24,7 @@ from services.executor.fake_drawn import Drawn, prompt_logprobs
 from services.executor.fake_masks import FakeMasks
 from services.executor.fake_rows import FakeRows
 from services.executor.interface import LiveRows, OnProgress, Sampled
-from services.executor.kv_copy import Bytes
+from services.executor.kv_copy import Place
 from services.executor.model_config import load_config
 from services.executor.oracle import Hashes, Oracle, extend_all
 from services.executor.slots import SlotTable
@@ -96,12 +96,14 @@ class FakeEngine:
             cells = self._cells[op.pool]
             cells[op.dst] = cells[op.src] if op.kind == OpKind.COPY else 0
 
-    def export_block(self, pool: Pool, block: int, out: Bytes) -> None:
+    def export_block(self, pool: Pool, block: int, out: Place) -> None:
         """The cells as they are."""
+        assert isinstance(out, np.ndarray)
         out.view(np.uint64)[:] = self._cell_row(pool, block)
 
-    def import_block(self, pool: Pool, block: int, data: Bytes) -> None:
+    def import_block(self, pool: Pool, block: int, data: Place) -> None:
         """Cells that another engine has kept."""
+        assert isinstance(data, np.ndarray)
         self._cell_row(pool, block)[:] = data.view(np.uint64)
 
     def _cell_row(self, pool: Pool, block: int) -> Hashes:

@@ -112,7 +112,8 @@ def _check_weights(source: Path, specs: list[TensorSpec]) -> tuple[bool, str]:
     return True, ""
 
 
-def _part(spec: TensorSpec) -> str:
+def part_of(spec: TensorSpec) -> str:
+    """The part of the model that a tensor belongs to."""
     return next(part for mark, part in PARTS if mark in spec.name)
 
 
@@ -121,7 +122,7 @@ def _parts(specs: list[TensorSpec]) -> tuple[PartSize, ...]:
     parameters: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for spec in specs:
-        part = _part(spec)
+        part = part_of(spec)
         tensors[part] += 1
         parameters[part] += spec.num_parameters
         sizes[part] += spec.num_bytes
@@ -138,7 +139,7 @@ def _rank(config: ModelConfig, specs: list[TensorSpec], rank: int, ranks: int) -
         is_spread = spec.expert is not None and not spec.name.startswith("mtp.")
         if is_spread and spec.expert not in own:
             continue
-        if _part(spec) in HOST_PARTS:
+        if part_of(spec) in HOST_PARTS:
             host += spec.num_bytes
         else:
             device += spec.num_bytes

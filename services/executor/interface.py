@@ -1,23 +1,27 @@
 """What the service loop needs of an executor, and an executor of its arithmetic."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deepmesh.recorder import Slice
 from deepmesh.wire.messages import (
     BlockOp,
     Capacity,
+    Drafting,
+    ExpertsPlaced,
     GpuDone,
     Load,
+    PlaceExperts,
     Pool,
     PromptLogprobs,
     StepResult,
     SubmitStep,
 )
 from services.executor.device_clock import DeviceClock
-from services.executor.kv_copy import BlockCopy, Bytes
+from services.executor.kv_copy import BlockCopy, Place
 
 if TYPE_CHECKING:
     from services.executor.slots import SlotTable
@@ -33,6 +37,13 @@ class GroupLost(Exception):
     """
 
 
+class DeviceLost(Exception):
+    """The device failed in a way that only another process can recover from.
+
+    `Executor.poll` raises it behind the results of the steps that failed.
+    """
+
+
 class Executor(Protocol):
     """Computes steps in the order submitted. Never decides what to compute."""
 
@@ -40,15 +51,17 @@ class Executor(Protocol):
         """Load this rank's shard of the weights; blocks until it is ready."""
         ...
 
-    def submit(self, step: SubmitStep | BlockCopy) -> None:
-        """Queue a step, or a copy of blocks, on the device stream and return at once."""
+    def submit(self, step: SubmitStep | BlockCopy | PlaceExperts) -> None:
+        """Queue a step, or a copy of blocks, on the device stream and return at once; or begin to
+        fetch the experts of a placement, which a step will put in force."""
         ...
 
-    def poll(self, timeout_s: float) -> StepResult | GpuDone | None:
+    def poll(self, timeout_s: float) -> StepResult | GpuDone | ExpertsPlaced | None:
         """The oldest result not yet taken, or None after `timeout_s`.
 
         Raises:
             GroupLost: steps wait for peers that do not come back; only a new epoch helps.
+            DeviceLost: the process should end.
         """
         ...
 
@@ -71,6 +84,8 @@ class LiveRows(NamedTuple):
     samples: NDArray[np.bool_]  # whether a token is sampled behind the last position
     drafted: NDArray[np.bool_]  # positions behind the first hold drafts that only we know
     masked: NDArray[np.bool_]  # may sample only under the mask of its grammar
+    # first positions of each that may leave out the upper layers; None: no row may
+    skips: NDArray[np.int64] | None = None
 
 
 class Sampled(NamedTuple):
@@ -91,6 +106,29 @@ class Sampled(NamedTuple):
     reasons: NDArray[np.uint8] | None = None
     confidence: bytes = b""  # StepResult.confidence
     prompt: Sequence[PromptLogprobs] = ()  # StepResult.prompt
+    experts: tuple[bytes, bytes] = (b"", b"")  # StepResult.expert_rows, expert_loads
+    drafting: Drafting | None = None
+    # drafts of each row that the step computed; None: all that its rows had room for
+    verified: NDArray[np.int64] | None = None
+
+
+@runtime_checkable
+class Recording(Protocol):
+    """An engine that has more to show on a timeline than when its steps began and ended."""
+
+    record: Callable[[Slice], None]
+
+
+@runtime_checkable
+class PlacingEngine(Protocol):
+    """An engine that can change which experts it holds."""
+
+    def place(self, order: PlaceExperts, report: Callable[[ExpertsPlaced], None]) -> None:
+        """Fetch what the order asks for, beside the steps, and report; from any thread.
+
+        A new engine epoch ends it unheard.
+        """
+        ...
 
 
 class Engine(Protocol):
@@ -121,15 +159,16 @@ class Engine(Protocol):
         """Copy and clear blocks."""
         ...
 
-    def export_block(self, pool: Pool, block: int, out: Bytes) -> None:
-        """Copy a block to host memory; `Capacity.block_bytes` says how long it is.
+    def export_block(self, pool: Pool, block: int, out: Place) -> None:
+        """Copy a block to host memory, or to a window of the device that `out` is a tensor of;
+        `Capacity.block_bytes` says how long it is.
 
         Raises:
             IndexError: there is no such block.
         """
         ...
 
-    def import_block(self, pool: Pool, block: int, data: Bytes) -> None:
+    def import_block(self, pool: Pool, block: int, data: Place) -> None:
         """Fill a block with what `export_block` gave.
 
         Raises:

@@ -116,8 +116,10 @@ class KvCache:
         for rows in self._blocks(pool):
             rows[:, self._check(pool, block)] = 0xFF  # NaN in every format that a row may have
 
-    def export_block(self, pool: Pool, block: int, out: NDArray[np.uint8]) -> None:
-        """Copy all that a block holds to host memory.
+    def export_block(
+        self, pool: Pool, block: int, out: NDArray[np.uint8] | Tensor, *, waits: bool = True
+    ) -> None:
+        """Copy all that a block holds to host memory, or to bytes of a device.
 
         Layout (`layout`), numbers of several bytes in the machine's order, little-endian wherever
         this runs: a global block is, for each KV source in ascending layer, its compressed rows
@@ -126,26 +128,31 @@ class KvCache:
 
         Args:
             out: uint8 [block_bytes of the pool].
+            waits: for the copy to be done, if it comes from a device.
         Raises:
             IndexError: there is no such block.
         """
         for part, held in self._parts(pool, block, out):
-            part.copy_(held)
+            part.copy_(held, non_blocking=not waits)
 
-    def import_block(self, pool: Pool, block: int, data: NDArray[np.uint8]) -> None:
+    def import_block(
+        self, pool: Pool, block: int, data: NDArray[np.uint8] | Tensor, *, waits: bool = True
+    ) -> None:
         """Fill a block with what `export_block` gave.
 
+        Args:
+            waits: for the copy to be done, if it goes to a device.
         Raises:
             IndexError: there is no such block.
         """
         for part, held in self._parts(pool, block, data):
-            held.copy_(part)
+            held.copy_(part, non_blocking=not waits)
 
     def _parts(
-        self, pool: Pool, block: int, data: NDArray[np.uint8]
+        self, pool: Pool, block: int, data: NDArray[np.uint8] | Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Pairs of equal shape: a view of `data`, and what the pool holds."""
-        given, at = torch.from_numpy(data), 0
+        given, at = data if isinstance(data, Tensor) else torch.from_numpy(data), 0
         for rows in self._blocks(pool):
             held = rows[:, self._check(pool, block)]
             yield given[at : at + held.numel()].view(held.shape), held

@@ -1,38 +1,42 @@
-"""Copies between pool blocks and host memory, carried out on the device stream."""
+"""Copies between pool blocks and host memory or windows, carried out on the device stream."""
 
 import logging
 import threading
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deepmesh.wire.messages import Pool
 
+if TYPE_CHECKING:  # executors without a model need no torch
+    from torch import Tensor
+
 _log = logging.getLogger(__name__)
 Bytes = NDArray[np.uint8]
+Place: TypeAlias = "Bytes | Tensor"  # bytes in host memory, or in a window of the device
 
 
 class BlockStore(Protocol):
     """What a copy needs of an engine. A block's bytes are those of `Capacity.block_bytes`."""
 
-    def export_block(self, pool: Pool, block: int, out: Bytes) -> None:
-        """Copy a block to host memory."""
+    def export_block(self, pool: Pool, block: int, out: Place) -> None:
+        """Copy a block to its place."""
         ...
 
-    def import_block(self, pool: Pool, block: int, data: Bytes) -> None:
-        """Fill a block from host memory."""
+    def import_block(self, pool: Pool, block: int, data: Place) -> None:
+        """Fill a block from its place."""
         ...
 
 
 class BlockBuffer(NamedTuple):
-    """A block, and the host memory that takes or gives its bytes."""
+    """A block, and the memory that takes or gives its bytes."""
 
     pool: Pool
     block: int
-    buffer: Bytes
+    buffer: Place
 
 
 class _State(Enum):

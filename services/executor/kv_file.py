@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.executor.kv_copy import Bytes
+from deepmesh.checksum import crc32
+from services.executor.kv_copy import Bytes, Place
 
 Extents = Sequence[tuple[int, int]]  # offset, bytes
 
@@ -34,6 +35,23 @@ class MappedFile:
         """The first bytes: who knows them sees the same file."""
         return self._bytes[:num_bytes].tobytes()
 
+    def place(self, extents: Extents, num_bytes: int) -> Bytes | None:
+        """A payload where it lies, if it lies in one piece: it need not be copied once more.
+
+        Pages may be given to another payload once the kvstore believes that we are gone, so who
+        reads them looks at the checksum afterwards.
+        """
+        if len(extents) != 1:
+            return None
+        at, size = extents[0]
+        fits = at >= 0 and 0 < size == num_bytes <= len(self._bytes) - at
+        return self._bytes[at : at + size] if fits else None
+
+    def checksum(self, place: Place) -> int:
+        """Of a payload where it lies: CRC-32."""
+        assert isinstance(place, np.ndarray)
+        return crc32(place.data)
+
     def write(self, extents: Extents, payload: Bytes) -> bool:
         """Put a payload there; False if the extents are not as long, or not within the file."""
         if not self._fit(extents, len(payload)):
@@ -55,9 +73,8 @@ class MappedFile:
         return True
 
     def close(self) -> None:
-        """Unmap it."""
-        del self._bytes  # the map cannot be closed while it is looked at
-        self._map.close()
+        """Give it back: it is unmapped once nobody looks at a payload in it any more."""
+        del self._bytes, self._map
 
     def _fit(self, extents: Extents, num_bytes: int) -> bool:
         inside = all(at >= 0 and 0 < size <= len(self._bytes) - at for at, size in extents)

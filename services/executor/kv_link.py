@@ -18,6 +18,9 @@ from deepmesh.wire.messages import (
 )
 from deepmesh.wire.sockets import Dialer, Identity, Mail
 from services.executor.kv_file import MappedFile
+from services.executor.kv_window import MappedWindow
+from services.executor.window import NAME as WINDOW
+from services.executor.window import open_window
 
 _log = logging.getLogger(__name__)
 Answer = Reserved | PutDone | Blocks
@@ -35,10 +38,18 @@ class StoreLink:
     """Dials one kvstore, again and again, and hands each answer to who asked."""
 
     def __init__(
-        self, address: str, me: Identity, links: LinksConfig, stats: Callable[[], ServiceStats]
+        self,
+        address: str,
+        me: Identity,
+        links: LinksConfig,
+        stats: Callable[[], ServiceStats],
+        *,
+        device: str = "",
     ) -> None:
+        """`device`: windows are opened for this one; empty: they are not."""
         self.dialer = Dialer(address, me, links, stats)
-        self.file: MappedFile | None = None  # of the kvstore that is up
+        self.file: MappedFile | MappedWindow | None = None  # of the kvstore that is up
+        self._device = device
         self._last_id = 0
         self._askers: dict[int, Asker] = {}
 
@@ -106,9 +117,14 @@ class StoreLink:
     def _on_file(self, offer: SharedFile) -> None:
         self.drop_file()
         try:
-            self.file = MappedFile(offer.path, offer.num_bytes)
-        except (OSError, ValueError) as error:
-            _log.info("no shared file with %s: %s", self.name, error)
+            if self._device and offer.path.startswith(WINDOW):
+                window = open_window(offer.path, offer.num_bytes, self._device)
+                self.file = MappedWindow(window, offer.num_bytes)
+                _log.info("prompts of %s come through its window", self.name)
+            else:
+                self.file = MappedFile(offer.path, offer.num_bytes)
+        except (OSError, ValueError, RuntimeError) as error:
+            _log.info("no shared memory with %s: %s", self.name, error)
             return
         self.tell(SharedFileSeen(self.file.head(offer.num_nonce_bytes)))
 

@@ -1,4 +1,9 @@
-"""A load: from a kvstore to the device's blocks."""
+"""A load: from a kvstore to the device's blocks.
+
+What lies in the shared file, or in a window, in one piece is copied to the device from there. Its
+checksum is looked at before, for damage, and afterwards: if the pages have gone to another payload
+meanwhile, it is wrong then.
+"""
 
 from collections.abc import Sequence
 
@@ -6,16 +11,22 @@ import numpy as np
 
 from deepmesh.checksum import crc32
 from deepmesh.wire.messages import Blocks, BlocksRead, GetBlocks, KvItem, KvStatus, KvTier
+from services.executor.kv_copy import Bytes
+from services.executor.kv_file import MappedFile
 from services.executor.kv_link import Answer
 from services.executor.kv_ops import Op, Payload
+from services.executor.kv_window import MappedWindow
 
 
 class LoadOp(Op):
     """Get what is there, check it, copy it to the device."""
 
-    _good: list[Payload]
+    _checksums: dict[int, int]  # of those that are copied out of the file, by index of the move
+    _damaged: list[int]  # indices in the answer
+    _answer: Blocks | None = None  # its extents are being read
+    _file: MappedFile | MappedWindow | None = None  # that they lie in
 
-    def _begin_chunk(self) -> None:
+    def _begin_batch(self) -> None:
         op_id = self.link.new_id()
         items = [KvItem(p.move.hash, p.move.kind) for p in self._payloads]
         order = GetBlocks(op_id, items, self.order.traceparent)
@@ -27,49 +38,83 @@ class LoadOp(Op):
         if not isinstance(answer, Blocks) or answer.status is KvStatus.INVALID:
             self.fail(KvStatus.ERROR)
             return
-        left, self._good, damaged = list(attachments), list[Payload](), list[int]()
+        self._checksums, self._damaged = {}, []
+        if any(item.extents for item in answer.items):
+            self._answer = answer
+        found = self._take(answer, attachments)
+        if answer.status is KvStatus.FULL:
+            self._ask_again(answer)
+        if self._status is KvStatus.OK and len(found) < len(self._payloads):
+            self._status = KvStatus.MISS
+        self._start_copies(found)
+
+    def _take(self, answer: Blocks, attachments: Sequence[bytes]) -> list[Payload]:
+        """Those that have come, each in its place."""
+        self._file = file = self.link.file
+        left = iter(attachments)
+        found: list[Payload] = []
+        elsewhere: list[tuple[int, Payload, KvItem, bytes | None]] = []
         for at, (payload, item) in enumerate(zip(self._payloads, answer.items, strict=False)):
             if item.tier is KvTier.NONE:
                 continue
-            attached = left.pop(0) if left and not item.extents else None
-            if item.parts != payload.parts or not self._read(payload, item, attached):
-                continue  # of another layout, or out of a file that we do not see
-            if crc32(payload.memory.data) == item.checksum:
-                self._good.append(payload)
+            attached = next(left, None) if not item.extents else None
+            if item.parts != payload.parts:
+                continue  # of another layout
+            if file is not None and item.extents:
+                payload.memory = file.place(item.extents, payload.num_bytes)
+            if payload.memory is not None:
+                self._checksums[payload.at] = item.checksum
+                found.append(payload)
             else:
-                damaged.append(at)
-        if any(item.extents for item in answer.items):
-            self.link.tell(BlocksRead(answer.op_id, damaged))
-        if answer.status is KvStatus.FULL and self._ask_again(answer):
-            pass
-        elif len(self._good) < len(self._payloads):
-            self._status = KvStatus.MISS
-        if self._good:
-            self._start_copy(self._good)
-        else:
-            self.begin()
+                elsewhere.append((at, payload, item, attached))
+        self._find_memory([payload for _, payload, _, _ in elsewhere])
+        for at, payload, item, attached in elsewhere:
+            if not self._read(payload.bytes, item, attached):
+                continue  # out of a file that we do not see
+            if crc32(payload.bytes.data) == item.checksum:
+                found.append(payload)
+            else:
+                self._damaged.append(at)
+        return found
 
-    def _read(self, payload: Payload, item: KvItem, attached: bytes | None) -> bool:
+    def _read(self, memory: Bytes, item: KvItem, attached: bytes | None) -> bool:
         if attached is None:
-            file = self.link.file
-            return file is not None and file.read(item.extents, payload.memory)
-        if len(attached) != len(payload.memory):
+            return self._file is not None and self._file.read(item.extents, memory)
+        if len(attached) != len(memory):
             return False
-        np.copyto(payload.memory, np.frombuffer(attached, np.uint8))
+        np.copyto(memory, np.frombuffer(attached, np.uint8))
         return True
 
-    def _ask_again(self, answer: Blocks) -> bool:
-        """One answer was too small for all of them: the rest is another chunk."""
+    def _ask_again(self, answer: Blocks) -> None:
+        """One answer was too small for all of them: the rest is another batch."""
         given = [at for at, item in enumerate(answer.items) if item.tier is not KvTier.NONE]
-        rest = [payload.at for payload in self._payloads[max(given, default=-1) + 1 :]]
-        if not given or not rest:
-            return False
-        self._chunks.appendleft(rest)
-        if len(self._good) < len(self._payloads) - len(rest):
-            self._status = KvStatus.MISS
-        return True
+        if given:
+            rest = self._payloads[given[-1] + 1 :]
+            del self._payloads[given[-1] + 1 :]
+            self._put_back(rest)
 
-    def _after_copy(self) -> None:
-        for payload in self._good:
-            self.done[payload.at] = 1
+    def _before_piece(self, piece: list[Payload]) -> list[Payload]:
+        return [payload for payload in piece if self._is_good(payload)]
+
+    def _after_piece(self, piece: list[Payload]) -> None:
+        for payload in piece:
+            self.done[payload.at] = self._is_good(payload)
+
+    def _is_good(self, payload: Payload) -> bool:
+        """Whether its place in the file, if it is there, holds what it should."""
+        checksum, file = self._checksums.get(payload.at), self._file
+        if checksum is None or (file is not None and file.checksum(payload.place) == checksum):
+            return True
+        self._damaged.append(self._payloads.index(payload))
+        self._status = KvStatus.MISS
+        return False
+
+    def _after_batch(self) -> None:
         self.begin()
+
+    def _release(self) -> None:
+        """The kvstore may have the pages back, however this batch has ended."""
+        super()._release()
+        if self._answer is not None:
+            self.link.tell(BlocksRead(self._answer.op_id, sorted(self._damaged)))
+        self._answer = self._file = None

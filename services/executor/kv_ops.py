@@ -1,47 +1,69 @@
-"""A store or load on its way: chunk after chunk, between the kvstore and the device stream."""
+"""A store or load on its way: batch after batch, between the kvstore and the device stream.
+
+What goes in one message is a batch. It is copied from and to the device in pieces, two of them at a
+time on the stream: while one is copied, the one before is checked. Where the other side's memory is
+mapped a batch is large, since its payloads stay where they are; else it is one piece.
+"""
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from deepmesh.wire.messages import KvMove, KvStatus, LoadBlocks, OpDone, Pool, StoreBlocks
-from services.executor.kv_copy import BlockBuffer, BlockCopy, Bytes
+from services.executor.kv_copy import BlockBuffer, BlockCopy, Bytes, Place
 from services.executor.kv_link import Answer, StoreLink
 
 Order = StoreBlocks | LoadBlocks
 Parts = list[tuple[Pool, int]]
+MAPPED_BYTES = 32 << 20  # of one message about memory that is mapped
+_PIECES_AT_ONCE = 2  # on the device stream, of an op
 
 
 class Road(NamedTuple):
     """What an op needs beside its kvstore."""
 
     block_bytes: tuple[int, int, int]  # by pool
-    chunk_bytes: int
+    chunk_bytes: int  # of a piece
     start_copy: Callable[["Op", Sequence[BlockBuffer]], BlockCopy]
     take_memory: Callable[[int], Bytes]
     give_memory: Callable[[Bytes], None]
 
 
-class Payload(NamedTuple):
-    """A move of the present chunk and its place in host memory."""
+@dataclass(slots=True, eq=False)
+class Payload:
+    """A move of the present batch and its place in memory, once it has one."""
 
     at: int  # index of the move
     move: KvMove
     parts: Parts
-    memory: Bytes
+    num_bytes: int
+    memory: "Place | None" = field(default=None, repr=False)
 
     @property
-    def buffers(self) -> list[BlockBuffer]:
+    def place(self) -> Place:
+        """Its place; there must be one."""
+        assert self.memory is not None
+        return self.memory
+
+    @property
+    def bytes(self) -> Bytes:
+        """The same, in host memory."""
+        assert isinstance(self.memory, np.ndarray)
+        return self.memory
+
+    def add_buffers(self, to: list[BlockBuffer]) -> None:
         """Its blocks, one after another."""
-        at, found = 0, list[BlockBuffer]()
-        sizes = iter(self.parts)
-        for pool, block in self.move.blocks:
-            part = next(sizes, None)
-            if part is None:  # a pool whose blocks are empty
-                break
-            found.append(BlockBuffer(pool, block, self.memory[at : at + part[1]]))
-            at += part[1]
-        return found
+        memory, blocks = self.place, self.move.blocks
+        if len(self.parts) == 1:
+            to.append(BlockBuffer(*blocks[0], memory))
+            return
+        at = 0
+        for (pool, block), (_, size) in zip(blocks, self.parts, strict=False):
+            to.append(BlockBuffer(pool, block, memory[at : at + size]))
+            at += size
 
 
 class Op:
@@ -51,23 +73,38 @@ class Op:
     """
 
     def __init__(
-        self, order: Order, link: StoreLink, road: Road, *, generation: int, deadline_s: float
+        self,
+        order: Order,
+        link: StoreLink | None,
+        road: Road,
+        *,
+        generation: int,
+        deadline_s: float,
     ) -> None:
-        self.order, self.link, self.road = order, link, road
+        """`link` is to the kvstore, or to the executor of another group; None: to nobody."""
+        self.order, self.road = order, road
+        self._link = link
         self.generation, self.deadline_s = generation, deadline_s
         self.ended = False
+        self.is_load = isinstance(order, LoadBlocks)  # whether it fills blocks
         self.done = bytearray(len(order.moves))
         self.num_bytes = 0  # copied
         self._status = KvStatus.OK
-        self._chunks = deque(self._split())
-        self._memory: Bytes | None = None  # of the present chunk
-        self._payloads: list[Payload] = []  # of the present chunk
-        self._copy: BlockCopy | None = None  # on the device stream
+        self._left = deque(range(len(order.moves)))  # moves that no batch has had yet
+        self._memory: Bytes | None = None  # of the present batch
+        self._payloads: list[Payload] = []  # of the present batch
+        self._pieces: deque[list[Payload]] = deque()  # that are still to be copied
+        self._copies: dict[BlockCopy, list[Payload]] = {}  # on the device stream, oldest first
 
     @property
-    def is_load(self) -> bool:
-        """Whether it fills blocks."""
-        return isinstance(self.order, LoadBlocks)
+    def link(self) -> StoreLink:
+        """Where it asks; there must be such a place."""
+        assert self._link is not None
+        return self._link
+
+    def goes_over(self, link: StoreLink) -> bool:
+        """Whether it is lost with this link."""
+        return self._link is link
 
     @property
     def result(self) -> OpDone:
@@ -75,32 +112,35 @@ class Op:
         return OpDone(self.order.op_id, self.order.engine_epoch, self._status, bytes(self.done))
 
     def begin(self) -> None:
-        """Start the next chunk, or end."""
+        """Start the next batch, or end."""
         self._release()
-        if not self._chunks:
+        if not self._left:
             self.ended = True
             return
-        chunk = self._chunks.popleft()
-        sizes = [sum(size for _, size in self.parts(i)) for i in chunk]
-        self._memory = memory = self.road.take_memory(sum(sizes))
-        at, self._payloads = 0, []
-        for index, size in zip(chunk, sizes, strict=True):
-            move = self.order.moves[index]
-            self._payloads.append(Payload(index, move, self.parts(index), memory[at : at + size]))
-            at += size
-        self._begin_chunk()
+        is_mapped = self._link is not None and self._link.file is not None
+        room = MAPPED_BYTES if is_mapped else self.road.chunk_bytes
+        while self._left:
+            payload = self._payload(self._left[0])
+            if self._payloads and payload.num_bytes > room:
+                break
+            self._left.popleft()
+            self._payloads.append(payload)
+            room -= payload.num_bytes
+        self._begin_batch()
 
     def fail(self, status: KvStatus) -> None:
         """Give up; ends at once unless a copy runs just now."""
-        self._chunks.clear()
+        self._left.clear()
+        self._pieces.clear()
         self._status = status
-        self.link.forget(self)
-        if self._copy is None or self._copy.cancel():
-            self._copy = None
+        if self._link is not None:
+            self._link.forget(self)
+        self._copies = {copy: at for copy, at in self._copies.items() if not copy.cancel()}
+        if not self._copies:
             self.begin()
 
     def abandon(self) -> None:
-        """Its engine epoch is over, its copy is cancelled: nobody asks for the result."""
+        """Its engine epoch is over, its copies are cancelled: nobody asks for the result."""
         self.fail(KvStatus.ERROR)
 
     def on_answer(self, answer: Answer, attachments: Sequence[bytes]) -> None:
@@ -108,34 +148,39 @@ class Op:
         raise NotImplementedError
 
     def on_copied(self, copy: BlockCopy) -> None:
-        """The device stream has carried out our copy."""
-        if copy is not self._copy:
+        """The device stream has carried out a copy of ours."""
+        piece = self._copies.pop(copy, None)
+        if piece is None:
             return
-        self._copy = None
         if self.failing:
-            self.begin()
+            if not self._copies:
+                self.begin()
         elif not copy.ok:
             self.fail(KvStatus.INVALID)
         else:
-            self._after_copy()
+            self._start_pieces()  # the device has the next one while we look at this one
+            self._after_piece(piece)
+            if not self._copies and not self.failing:
+                self._after_batch()
 
     @property
     def failing(self) -> bool:
-        """Whether it only waits for its copy to end."""
+        """Whether it only waits for its copies to end."""
         return self._status in (KvStatus.ERROR, KvStatus.INVALID)
 
-    def parts(self, index: int) -> Parts:
-        """Pool and bytes of each block of a move."""
-        blocks = self.order.moves[index].blocks
-        sized = [(pool, self.road.block_bytes[pool]) for pool, _ in blocks]
-        return [(pool, size) for pool, size in sized if size]
+    # ------------------------------------------------------------ for the kinds of ops
 
-    # ------------------------------------------------------------ for the two kinds
-
-    def _begin_chunk(self) -> None:
+    def _begin_batch(self) -> None:
         raise NotImplementedError
 
-    def _after_copy(self) -> None:
+    def _before_piece(self, piece: list[Payload]) -> list[Payload]:
+        """Which of these may be copied after all."""
+        return piece
+
+    def _after_piece(self, piece: list[Payload]) -> None:
+        raise NotImplementedError
+
+    def _after_batch(self) -> None:
         raise NotImplementedError
 
     def _release(self) -> None:
@@ -144,20 +189,53 @@ class Op:
             self._memory = None
         self._payloads = []
 
-    def _start_copy(self, payloads: Sequence[Payload]) -> None:
-        buffers = [buffer for payload in payloads for buffer in payload.buffers]
-        self.num_bytes += sum(len(payload.memory) for payload in payloads)
-        self._copy = self.road.start_copy(self, buffers)
+    def _put_back(self, payloads: Sequence[Payload]) -> None:
+        """These moves go in a later batch, before all others."""
+        self._left.extendleft(payload.at for payload in reversed(payloads))
 
-    def _split(self) -> list[list[int]]:
-        """Moves that travel together: as many as fit into a chunk, at least one."""
-        chunks: list[list[int]] = []
+    def _find_memory(self, payloads: Sequence[Payload]) -> None:
+        """Private memory for those that have no place yet; once in a batch."""
+        homeless = [payload for payload in payloads if payload.memory is None]
+        if not homeless:
+            return
+        assert self._memory is None
+        need = sum(payload.num_bytes for payload in homeless)
+        self._memory = memory = self.road.take_memory(need)
+        at = 0
+        for payload in homeless:
+            payload.memory = memory[at : at + payload.num_bytes]
+            at += payload.num_bytes
+
+    def _start_copies(self, payloads: Sequence[Payload]) -> None:
+        """Copy these from or to the device, piece by piece."""
         room = 0
-        for index in range(len(self.order.moves)):
-            size = sum(size for _, size in self.parts(index))
-            if not chunks or size > room:
-                chunks.append([])
+        for payload in payloads:
+            if not self._pieces or payload.num_bytes > room:
+                self._pieces.append([])
                 room = self.road.chunk_bytes
-            chunks[-1].append(index)
-            room -= size
-        return chunks
+            self._pieces[-1].append(payload)
+            room -= payload.num_bytes
+        self._start_pieces()
+        if not self._copies:
+            self._after_batch()
+
+    def _start_pieces(self) -> None:
+        while self._pieces and len(self._copies) < _PIECES_AT_ONCE:
+            piece = self._before_piece(self._pieces.popleft())
+            if not piece:
+                continue
+            buffers: list[BlockBuffer] = []
+            for payload in piece:
+                payload.add_buffers(buffers)
+                self.num_bytes += payload.num_bytes
+            self._copies[self.road.start_copy(self, buffers)] = piece
+
+    def _payload(self, index: int) -> Payload:
+        move, sizes = self.order.moves[index], self.road.block_bytes
+        parts: Parts = []
+        num_bytes = 0
+        for pool, _ in move.blocks:  # pools whose blocks are empty come last
+            if size := sizes[pool]:
+                parts.append((pool, size))
+                num_bytes += size
+        return Payload(index, move, parts, num_bytes)

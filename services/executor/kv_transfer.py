@@ -12,8 +12,18 @@ import numpy as np
 from deepmesh.config import Config
 from deepmesh.wire.inbox import Inbox
 from deepmesh.wire.link import Identity, LinkEvent
-from deepmesh.wire.messages import Capacity, KvStatus, LoadBlocks, OpDone, ServiceStats
+from deepmesh.wire.messages import (
+    Capacity,
+    KvStatus,
+    LoadBlocks,
+    OpDone,
+    ServiceStats,
+    StoreBlocks,
+)
 from deepmesh.wire.sockets import Mail, PeerDown, PeerUp
+from services.executor.handover_area import HandoverArea
+from services.executor.handover_export import ExportOp
+from services.executor.handover_server import HandoverServer
 from services.executor.kv_copy import BlockBuffer, BlockCopy, Bytes
 from services.executor.kv_link import StoreLink
 from services.executor.kv_load import LoadOp
@@ -65,8 +75,16 @@ class KvTransfers:
         wake: Callable[[], None],
         deadline_s: float = OP_DEADLINE_S,
         chunk_bytes: int = CHUNK_BYTES,
+        pulls_from: Sequence[str] = (),
+        serves_at: str = "",
     ) -> None:
-        """`submit` queues a copy on the device stream; `wake` says that `poll` has something."""
+        """
+        Args:
+            submit: queues a copy on the device stream.
+            wake: says that `poll` has something.
+            pulls_from: addresses of executors that have copies of prompts for this one.
+            serves_at: address where those of other groups pull them from this one; empty: none do.
+        """
         self.counters: Counter[str] = Counter()
         self._submit, self._wake = submit, wake
         self._deadline_s, self._chunk_bytes = deadline_s, chunk_bytes
@@ -81,9 +99,20 @@ class KvTransfers:
         self._closing = False
         me = Identity.new("executor", name, config)
         addresses = [config.kvstore_address(index) for index in range(config.kvstore.count)]
-        self._links = [StoreLink(at, me, config.links, ServiceStats) for at in addresses]
+        addresses += pulls_from
+        self._name = name
+        settings = config.executor
+        device = settings.device if settings.handover == "device" else ""
+        self._links = [
+            StoreLink(at, me, config.links, ServiceStats, device=device) for at in addresses
+        ]
         self._by_key: dict[str, StoreLink] = {}  # links that are up
         self._inbox = Inbox(*(link.dialer for link in self._links))
+        self._server = HandoverServer(config, me, serves_at) if serves_at else None
+        if self._server is not None:
+            self._inbox.add(self._server.listener)
+        self._area_generation = 0  # engine epoch of the copies in there
+        self._released: list[int] = []  # ops whose copies nobody needs; the lock guards it, too
         self._waiting: tuple[deque[_Ordered], deque[_Ordered]] = (deque(), deque())
         self._active: list[Op] = []
         self._began_ns: dict[int, int] = {}  # of active ops, by identity
@@ -114,6 +143,12 @@ class KvTransfers:
         with self._lock:
             deadline_s = time.monotonic() + self._deadline_s
             self._ordered.append(_Ordered(order, self._generation, deadline_s))
+        self._inbox.wake()
+
+    def release(self, op_ids: Sequence[int]) -> None:
+        """What these stores copied for other groups is not needed any more."""
+        with self._lock:
+            self._released += op_ids
         self._inbox.wake()
 
     def poll(self) -> Done | None:
@@ -157,6 +192,8 @@ class KvTransfers:
             for link in self._links:
                 link.close()
             self._inbox.close()
+            if self._server is not None:
+                self._server.close()
 
     def _turn(self) -> None:
         for event in self._inbox.wait(self._patience()):
@@ -165,8 +202,11 @@ class KvTransfers:
             generation = self._generation
             ordered, self._ordered = self._ordered, deque()
             copied, self._copied = self._copied, deque()
+            released, self._released = self._released, []
         for op in [op for op in self._active if op.generation != generation]:
             op.abandon()
+        if self._server is not None:
+            self._keep_area(self._server.area, generation, released)
         for waiting in self._waiting:
             while waiting and waiting[0].generation != generation:
                 waiting.popleft()
@@ -183,7 +223,17 @@ class KvTransfers:
         left = min(deadlines, default=float("inf")) - time.monotonic()
         return max(0.001, min(IDLE_S, left))
 
+    def _keep_area(self, area: HandoverArea, generation: int, released: Sequence[int]) -> None:
+        """Copies end with their engine epoch, or as soon as nobody needs them."""
+        if generation != self._area_generation:
+            self._area_generation = generation
+            area.clear()
+        for op_id in released:
+            area.release(op_id)
+
     def _on_event(self, event: LinkEvent) -> None:
+        if self._server is not None and self._server.on_event(event):
+            return
         match event:
             case PeerUp(peer):
                 for link in (link for link in self._links if link.dialer.peer is peer):
@@ -197,7 +247,7 @@ class KvTransfers:
                     link.on_mail(event)
 
     def _on_down(self, link: StoreLink, reason: str) -> None:
-        lost = [op for op in self._active if op.link is link]
+        lost = [op for op in self._active if op.goes_over(link)]
         _log.warning("lost %s; %d transfers fail", reason, len(lost))
         link.on_down()
         for op in lost:
@@ -240,22 +290,23 @@ class KvTransfers:
         return False
 
     def _begin(self, ordered: _Ordered) -> None:
-        link = self._link_of(ordered.order)
-        if link is None or not any(self._block_bytes):
+        order = ordered.order
+        is_export = isinstance(order, StoreBlocks) and order.store == self._name
+        area = self._server.area if self._server is not None and is_export else None
+        link = self._link_of(order)
+        if (link is None and area is None) or not any(self._block_bytes):
             self.counters["no_store"] += 1
             self._refuse(ordered, KvStatus.ERROR)
             return
         road = Road(
             self._block_bytes, self._chunk_bytes, self._start_copy, self._take, self._memory.append
         )
-        make = LoadOp if isinstance(ordered.order, LoadBlocks) else StoreOp
-        op = make(
-            ordered.order,
-            link,
-            road,
-            generation=ordered.generation,
-            deadline_s=ordered.deadline_s,
-        )
+        of, until = ordered.generation, ordered.deadline_s
+        if area is not None:
+            op = ExportOp(order, area, road, generation=of, deadline_s=until)
+        else:
+            make = LoadOp if isinstance(order, LoadBlocks) else StoreOp
+            op = make(order, link, road, generation=of, deadline_s=until)
         self._active.append(op)
         self._began_ns[id(op)] = time.time_ns()
         op.begin()

@@ -15,6 +15,7 @@ DRAFT_POSITIVE = (
     *("dspark_block_size", "dspark_markov_rank"),
     *("dspark_n_routed_experts", "dspark_num_experts_per_tok"),
 )
+ENGRAM_MOST = {"engram_max_ngram_size": 16, "engram_n_heads": 256, "engram_vocab_size": 1 << 31}
 
 
 def config_problems(config: ModelConfig) -> list[str]:
@@ -104,14 +105,14 @@ def _sources(config: ModelConfig) -> list[str]:
             problems.append(f"kv_source_layer_ids: no source at or below layer {layer}")
         elif source is not None and ratios[source] != ratios[layer]:
             problems.append(f"compress_ratios: layer {layer} differs from its source {source}")
-    if config.candidate_source_layer_id not in kv_sources:
+    first = config.candidate_source_layer_id
+    if first not in kv_sources:
         problems.append("candidate_source_layer_id: must be in kv_source_layer_ids")
-    # The encoder/decoder split that prefill truncation rests on.
-    middle = config.num_hidden_layers // 2
-    if any(ratio != 1 for ratio in ratios[middle : config.num_hidden_layers]):
-        problems.append(f"compress_ratios: layers from {middle} on must have ratio 1")
-    if [i for i in kv_sources if i >= middle] != [middle]:
-        problems.append(f"kv_source_layer_ids: layer {middle} must be the only one of its half")
+    # The encoder/decoder split that prefill truncation rests on; released: half of the layers each.
+    if any(ratio != 1 for ratio in ratios[first : config.num_hidden_layers]):
+        problems.append(f"compress_ratios: layers from {first} on must have ratio 1")
+    if any(i > first for i in kv_sources):
+        problems.append(f"kv_source_layer_ids: none may lie above layer {first}")
     assert BLOCK_TOKENS % max(1, *ratios) == 0
     return problems
 
@@ -124,8 +125,11 @@ def _engram(config: ModelConfig) -> list[str]:
         return []
     keys = ("engram_vocab_size", "engram_n_heads", "engram_compressed_vocab_size")
     problems = [f"{key}: must be positive" for key in keys if getattr(config, key) <= 0]
-    if max(layers) >= config.num_hidden_layers // 2:
-        problems.append("engram_layer_ids: must lie in the first half of the layers")
+    for key, most in ENGRAM_MOST.items():  # primes are looked for, one for each of these
+        if getattr(config, key) > most:
+            problems.append(f"{key}: {getattr(config, key)} is more than {most}")
+    if max(layers) >= config.candidate_source_layer_id:
+        problems.append("engram_layer_ids: must lie below candidate_source_layer_id")
     if not 0 <= config.engram_pad_token_id < config.vocab_size:
         problems.append("engram_pad_token_id: outside the vocabulary")
     if problems:

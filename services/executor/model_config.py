@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+MAX_SIZE = 1 << 40  # of any number of a config.json
+MAX_STAGES = 64
 BLOCK_TOKENS = 64  # tokens of a global block and rows of a window block
 
 # Flat spelling (inference/config.json) -> Hugging Face spelling.
@@ -158,10 +160,10 @@ def load_config(path: Path) -> ModelConfig:
     """
     file = path / "config.json" if path.is_dir() else path
     try:
-        raw = json.loads(file.read_text())
+        raw = json.loads(file.read_text("utf-8"))
     except OSError as error:
         raise ModelConfigError(f"{file}: {error.strerror}") from error
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelConfigError(f"{file}: not JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ModelConfigError(f"{file}: must be a JSON object")
@@ -203,19 +205,22 @@ def _flatten(raw: Mapping[str, Any]) -> dict[str, Any]:
     """One level of keys in Hugging Face spelling, whichever spelling came in."""
     nested = [raw]
     for key in ("text_config", "rope_scaling", "quantization_config"):
-        holder = raw if key == "text_config" else {**raw, **(raw.get("text_config") or {})}
-        part = holder.get(key)
+        inner = raw.get("text_config")
+        part = raw.get(key)
+        if key != "text_config" and isinstance(inner, Mapping):
+            part = inner.get(key, part)
         if isinstance(part, Mapping):
             nested.append(part)
     merged: dict[str, Any] = {}
     for part in nested:
         merged.update({ALIASES.get(key, key): value for key, value in part.items()})
     block = merged.get("weight_block_size")
-    if isinstance(block, list) and len(set(block)) == 1:
+    if isinstance(block, list) and block and all(each == block[0] for each in block):
         merged["weight_block_size"] = block[0]
     if "max_position_embeddings" not in merged and "factor" in merged:
-        original = merged.get("original_max_position_embeddings", 0)
-        merged["max_position_embeddings"] = int(original * merged["factor"])
+        original, factor = merged.get("original_max_position_embeddings", 0), merged["factor"]
+        if type(original) is int and isinstance(factor, int | float) and 0 < factor < MAX_SIZE:
+            merged["max_position_embeddings"] = int(original * factor)
     return merged
 
 
@@ -229,6 +234,8 @@ def _convert(
             values[field.name] = value
         case "int" | "float", bool():
             problems.append(f"{field.name}: must be a number, not {value!r}")
+        case "int" | "float", int() | float() if not abs(value) <= MAX_SIZE:
+            problems.append(f"{field.name}: {value!r} is out of all bounds")
         case "int", int():
             values[field.name] = value
         case "int", float() if value.is_integer():
@@ -245,6 +252,6 @@ def _convert(
 def _pad_ratios(config: ModelConfig) -> ModelConfig:
     """Some files list the decoder layers only; draft stages always have ratio 0."""
     missing = config.num_hidden_layers + config.num_stages - len(config.compress_ratios)
-    if not 0 < missing <= config.num_stages:
+    if not 0 < missing <= min(config.num_stages, MAX_STAGES):
         return config
     return dataclasses.replace(config, compress_ratios=config.compress_ratios + (0,) * missing)

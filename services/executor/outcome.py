@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from deepmesh.wire.messages import (
     BlockOp,
+    Drafting,
     PromptLogprobs,
     StepResult,
     StepStatus,
@@ -27,6 +28,8 @@ class Outcome:
         self.begin_ns = self.end_ns = 0
         self._tokens = np.zeros(0, np.int32)
         self._prompt: list[PromptLogprobs] = []
+        self._drafting: Drafting | None = None
+        self._expert_rows = self._expert_loads = b""
         self._logprobs = self._top_ids = self._top_logprobs = self._confidence = b""
 
     def add_tokens(self, live: LiveRows, sampled: Sampled, *, with_logprobs: bool) -> None:
@@ -37,8 +40,9 @@ class Outcome:
         place = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - given, given)
         kept = np.flatnonzero(place < np.repeat(took, given))  # what follows a stop is not sent
         self._tokens = sampled.tokens[kept]
-        self._confidence = sampled.confidence
+        self._confidence, self._drafting = sampled.confidence, sampled.drafting
         self._prompt = list(sampled.prompt)
+        self._expert_rows, self._expert_loads = sampled.experts
         if with_logprobs and len(kept):
             self._logprobs = sampled.logprobs[kept].astype("<f4").tobytes()
             tops = [(sampled.top_ids[i], sampled.top_logprobs[i]) for i in kept.tolist()]
@@ -70,4 +74,7 @@ class Outcome:
             times=times,
             error=self.error,
             prompt=self._prompt,
+            expert_rows=self._expert_rows,
+            expert_loads=self._expert_loads,
+            drafting=self._drafting,
         )

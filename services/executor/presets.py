@@ -1,13 +1,14 @@
 """Shapes of random checkpoints by name, as the released config.json spells them. No torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kernels.engram.constants import table_primes
 
+DECODER_KINDS = 3
 DRAFT_TARGETS = 3  # the last so many layers feed the draft stages
-SLICE_ENGRAM_BASE = 250_000  # rows of each table of a slice, at most: a token reads as many rows
+SLICE_ENGRAM_BASE = 25_000  # rows of each table of a slice, at most: a token reads as many rows
 
 
 class PresetError(ValueError):
@@ -173,6 +174,28 @@ PRESETS: dict[str, Preset] = {
     ),
 }
 
+# The released shapes in width, of which the kernels for Hopper have code, with few small experts:
+# for the executor and the mesh on a GPU, where a file of gigabytes would take minutes to load.
+PRESETS["v41-thin"] = replace(
+    PRESETS["v41-flash"],
+    text=PRESETS["v41-flash"].text
+    | {
+        "vocab_size": 4096,
+        "moe_intermediate_size": 256,
+        "num_attention_heads": 16,
+        "o_groups": 2,
+        "n_routed_experts": 32,
+        "candidate_topk_blocks": 128,
+        "engram_vocab_size": 4096,
+        "dspark_noise_token_id": 5,
+    },
+    num_layers=8,
+    index_every=3,
+    engram_layers=(1,),
+    num_stages=0,
+    image_token_id=10,
+)
+
 
 def preset_config(
     name: str, *, layers: int | None = None, stages: int | None = None
@@ -203,16 +226,26 @@ def preset_config(
 
 
 def _roles(preset: Preset, layers: int, stages: int) -> dict[str, Any]:
-    """What each layer is: window only, then ratio 2 in the first half, ratio 1 in the second."""
-    middle = layers // 2
+    """What each layer is: window only, then ratio 2 in the encoder, ratio 1 in the decoder.
+
+    In a slice, where there are layers for it, the decoder has its three kinds: the source of rows
+    and candidates, one without an index of its own, one that chooses among the candidates.
+    """
+    decoder = layers // 2
+    if layers < preset.num_layers:  # as many as the encoder has with compressed rows
+        decoder = max(min(decoder, DECODER_KINDS), (layers - 2) // 2)
+    middle = layers - decoder
     window_only = min(2, middle - 1)
     first_half: Sequence[int] = range(window_only, middle, preset.kv_every)
     ratios = [0] * window_only + [2] * (middle - window_only) + [1] * (layers - middle)
+    index_sources = {*first_half, *range(middle, layers, preset.index_every)}
+    if max(index_sources) == middle and decoder >= DECODER_KINDS:
+        index_sources.add(layers - 1)
     return {
         "num_hidden_layers": layers,
         "compress_ratios": ratios + [0] * stages,
         "kv_source_layer_ids": [*first_half, middle],
-        "index_source_layer_ids": [*first_half, *range(middle, layers, preset.index_every)],
+        "index_source_layer_ids": sorted(index_sources),
         "candidate_source_layer_id": middle,
         "engram_layer_ids": [layer for layer in preset.engram_layers if layer < middle],
         "num_nextn_predict_layers": stages,

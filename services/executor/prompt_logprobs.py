@@ -16,7 +16,7 @@ from services.executor.slots import SlotTable
 def wanted_logits(live: LiveRows, slots: SlotTable) -> NDArray[np.int64]:
     """Of how many of its last positions each row needs logits: [rows]."""
     wanted = live.samples.astype(np.int64)
-    rows = _asking(live, slots)
+    rows = asking_rows(live, slots)
     wanted[rows] = live.counts[rows]
     return wanted
 
@@ -32,7 +32,7 @@ def prompt_logprobs(
     """
     found: list[PromptLogprobs] = []
     firsts = np.cumsum(wanted) - wanted
-    for i in _asking(live, slots).tolist():
+    for i in asking_rows(live, slots).tolist():
         slot, start, first = int(live.slots[i]), int(live.starts[i]), int(firsts[i])
         end = min(start + int(live.counts[i]), int(slots.prompt_len[slot]) - 1)
         ids = torch.from_numpy(slots.tokens[slot, start + 1 : end + 1].astype(np.int64))
@@ -54,7 +54,7 @@ def prompt_logprobs(
     return found
 
 
-def _asking(live: LiveRows, slots: SlotTable) -> NDArray[np.int64]:
+def asking_rows(live: LiveRows, slots: SlotTable) -> NDArray[np.int64]:
     """Rows that compute a position whose next id is in the prompt, for requests that asked."""
     asks = slots.num_prompt_logprobs[live.slots] >= 0
     return np.flatnonzero(asks & (live.starts < slots.prompt_len[live.slots] - 1))

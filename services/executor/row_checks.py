@@ -25,7 +25,7 @@ def check_owners(table: "SlotTable", rows: NDArray[np.void], index: NDArray[np.i
             f"row {i}: slot {row['slot']} does not hold rid {row['rid']}, epoch {row['epoch']}, "
             f"generation {row['gen']}"
         )
-    assert len(np.unique(slots)) == len(slots), "two rows of a step share a slot"
+    assert np.bincount(slots, minlength=1).max() <= 1, "two rows of a step share a slot"
 
 
 def check_rows(table: "SlotTable", rows: NDArray[np.void], live: LiveRows) -> None:
@@ -39,7 +39,10 @@ def check_rows(table: "SlotTable", rows: NDArray[np.void], live: LiveRows) -> No
     reach = np.maximum(0, starts - table.capacity.window + 1)
     needed = np.where(live.drafted, starts + 1, ends)
     most = 1 + table.capacity.draft_len
+    skips = given["skip"].astype(np.int64)
     problems = (
+        (skips > np.where(live.samples, live.counts - 1, live.counts), "leaves out too much"),
+        ((skips > 0) & (table.capacity.prefill_halo == 0), "layers are left out by nobody here"),
         (live.drafted & ((most == 1) | (given["q"] > most)), "so many drafts are not known here"),
         ((given["grammar"] != 0) & (not table.capacity.has_masks), "grammars are not known here"),
         ((live.counts < 1) | (needed > known), "not so many ids are known"),

@@ -1,6 +1,7 @@
 """From logits to tokens: adjusts each row as its request asks, then calls the sampling kernels."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,17 +11,26 @@ from torch import Tensor
 from kernels.sampling.finite_rows import finite_rows
 from kernels.sampling.masks import apply_masks
 from kernels.sampling.penalties import apply_penalties
+from kernels.sampling.rejection import accept_drafts
 from kernels.sampling.sample_tokens import Draws, sample_tokens
 from kernels.sampling.token_logprobs import token_logprobs
 from services.executor.interface import Sampled
 from services.executor.sample_row import SampleRow, SampleSettings
 
-__all__ = ["SampleRow", "sample"]
+__all__ = ["SampleRow", "Trials", "sample"]
 
 _NO_IDS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
-def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
+class Trials(NamedTuple):
+    """Drafts to be accepted as often as is right, see `accept_drafts`."""
+
+    at: Tensor  # rows that have one, int64
+    ids: Tensor  # int64
+    probs: Tensor  # [trials, vocab_size], that they were drawn from
+
+
+def sample(logits: Tensor, rows: Sequence[SampleRow], trials: Trials | None = None) -> Sampled:
     """One token per row; [rows, vocab_size] float32 logits as the model made them.
 
     Penalties come first, then logit_bias, then what bans ids: allowed_token_ids, bad_words, the
@@ -34,7 +44,11 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
         logits = torch.where(usable[:, None], logits, 0.0)
     settings = [row.resolved for row in rows]
     adjusted = _adjust(logits, rows, settings)
-    ids = sample_tokens(adjusted, _draws(rows))
+    draws = _draws(rows)
+    ids = sample_tokens(adjusted, draws)
+    if trials is not None:
+        own = Draws(*(values[trials.at] for values in draws))
+        ids[trials.at] = accept_drafts(adjusted[trials.at], own, trials.ids, trials.probs)
     if adjusted is not logits:
         usable &= adjusted.gather(1, ids[:, None])[:, 0] > -torch.inf
     logprobs, top_ids, top_logprobs = _logprobs(logits, ids, rows)

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from deepmesh.config import Config
 from deepmesh.health import Readiness
+from deepmesh.recorder import Desk, Recorder
 from deepmesh.telemetry import SPAN_LOAD, Tracer
 from deepmesh.vocabulary import vocabulary_digest
 from deepmesh.wire.inbox import Inbox
@@ -28,7 +29,9 @@ from deepmesh.wire.messages import (
     Load,
     LoadBlocks,
     OpDone,
+    PlaceExperts,
     Progress,
+    ReleaseBlocks,
     Reset,
     ServiceStats,
     Shutdown,
@@ -37,16 +40,19 @@ from deepmesh.wire.messages import (
     SubmitStep,
 )
 from deepmesh.wire.sockets import Dialer, Identity, LinkEvent, Mail, PeerDown, PeerUp
-from services.executor.interface import Executor, GroupLost, OnProgress
+from services.executor.checkpoint_stamp import Stamp, stamp
+from services.executor.interface import DeviceLost, Executor, GroupLost, OnProgress
 from services.executor.kv_transfer import KvTransfers
 from services.executor.loader import Loader
 from services.executor.masks.ahead import CompileAhead
 from services.executor.progress import LoadDisplay
 from services.executor.traces import Traces
+from services.executor.work import WorkBook
 
 _log = logging.getLogger(__name__)
 IDLE_S = 1.0
 PROGRESS_S = 0.1  # between two Progress messages of a stage
+LEAVE_S = 0.3  # in which what was sent leaves before the process does
 NO_EPOCH = -1
 
 MakeExecutor = Callable[[Callable[[], None], OnProgress], Executor]  # on_result, on_progress
@@ -90,11 +96,15 @@ class ExecutorService:
         index: int,
         rank: int,
         tracer: Tracer,
+        recorder: Recorder | None = None,
+        work: WorkBook | None = None,
         ahead: CompileAhead | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
+            recorder: what the engine has done beside its steps; None: nothing.
+            work: what the engine notes of its steps; None: nothing.
             ahead: compiles grammars before they are in a step; None: there are none.
             on_end: called when the loop is over, before the device is given back.
         """
@@ -102,30 +112,48 @@ class ExecutorService:
         self.counters: Counter[str] = Counter()
         self.is_hung = False  # at the end: the device did not give its thread back
         self._config, self._tracer, self._on_end = config, tracer, on_end
-        self._traces = Traces(tracer, scheduler=f"scheduler-{index}", rank=rank)
+        self._traces = Traces(tracer, rank=rank)
+        self._work = work or WorkBook()
         self._address = config.scheduler_address(index)
         self._me = Identity.new("executor", self.name, config)
+        self._desk = Desk(
+            self._me,
+            tracer,
+            rank=rank,
+            recorder=recorder,
+            slices=self._traces.slices,
+            work=self._work,
+        )
         self._inbox = Inbox()
         self._life = threading.RLock()  # a signal handler may come while this thread holds it
         self._open = True
         self._dial()
         self._executor = make(self._wake, self._on_progress)
-        self._transfers: KvTransfers | None = None  # without a kvstore there are none
-        if config.kvstore.count:
+        self._transfers: KvTransfers | None = None  # without kvstores and hand-overs there are none
+        prefillers = config.prefillers(index)
+        serves = config.is_split and config.role(index) != "decode"
+        if config.kvstore.count or prefillers or serves:
+            ranks = range(config.executor.ranks)
             self._transfers = KvTransfers(
-                config, self.name, submit=self._executor.submit, wake=self._wake
+                config,
+                self.name,
+                submit=self._executor.submit,
+                wake=self._wake,
+                pulls_from=[config.handover_address(i, r) for i in prefillers for r in ranks],
+                serves_at=config.handover_address(index, rank) if serves else "",
             )
         self._ahead = ahead or CompileAhead()
         self._ahead.listen(self._wake)
         self._loader = Loader(self._executor.load, self._wake)
         self._display = LoadDisplay()
-        self._ready = Readiness(config.mesh.run_dir, self.name, lambda: self._stats().ready)
+        self._ready = Readiness(config.mesh.run_dir, self.name, self._is_ready)
         self._gate = StepGate()
         self._unresolved = 0  # steps submitted whose result is still to come
         self._stopping = False
         self._drain_until = math.inf  # monotonic; infinite: nobody has asked
         self._ordered: Load | None = None  # of the session that is up
         self._load_began_ns = 0
+        self._checkpoint: Stamp | None = None  # of the one that this process has loaded
         self._progress: tuple[str, int, int] | None = None  # latest; written by the loader
         self._shown: tuple[str, int, int] | None = None
         self._shown_at = 0.0
@@ -134,8 +162,12 @@ class ExecutorService:
         self._link = Dialer(self._address, self._me, self._config.links, self._stats)
         self._inbox.add(self._link)
 
+    def _is_ready(self) -> bool:
+        return self._gate.epoch != NO_EPOCH
+
     def _stats(self) -> ServiceStats:
-        return ServiceStats(ready=self._gate.epoch != NO_EPOCH, requests=self._unresolved)
+        work = self._work.total(self._rank, self._traces.busy_ns)
+        return ServiceStats(self._is_ready(), self._unresolved, work=work)
 
     def stop(self) -> None:
         """End the loop. Safe from signal handlers and other threads."""
@@ -151,7 +183,8 @@ class ExecutorService:
         """Serve until `stop`, `Shutdown` or `Drain`.
 
         Raises:
-            Exception: the weights cannot be loaded, or a bug; the process should end.
+            Exception: the weights cannot be loaded, the device is lost, or a bug; the process
+                should end.
         """
         try:
             while not self._stopping and not self._is_drained():
@@ -167,6 +200,11 @@ class ExecutorService:
                 self._send_compiled()
                 self._traces.quiet()
                 self._ready.look()
+        except DeviceLost:
+            until = time.monotonic() + LEAVE_S
+            while (left := until - time.monotonic()) > 0:  # the scheduler learns which step it was
+                self._inbox.wait(left)
+            raise
         finally:
             self._traces.abandon()
             self._ready.close()
@@ -205,6 +243,11 @@ class ExecutorService:
                 self._on_step(message)
             case StoreBlocks() | LoadBlocks():
                 self._on_blocks(message)
+            case ReleaseBlocks(engine_epoch=epoch, op_ids=op_ids):
+                if self._transfers is not None and epoch == self._gate.epoch:
+                    self._transfers.release(op_ids)
+            case PlaceExperts():
+                self._executor.submit(message)
             case CompileGrammars():
                 self._ahead.order(message)
             case Reset(engine_epoch=epoch):
@@ -219,6 +262,14 @@ class ExecutorService:
                 _log.warning("ignored a %s: not for an executor", type(message).__name__)
 
     def _on_load(self, order: Load) -> None:
+        wanted = stamp(Path(order.model))
+        if self._checkpoint not in (None, wanted):
+            _log.info(
+                "%s holds other weights than are loaded: the next process begins", order.model
+            )
+            self.stop()  # two checkpoints side by side may be more than the memory holds
+            return
+        self._checkpoint = wanted
         self._begin_epoch(NO_EPOCH)
         self._ordered, self._load_began_ns = order, time.time_ns()
         _log.info("loading %s, rank %d of %d", order.model, order.rank, order.ranks)

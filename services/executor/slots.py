@@ -69,6 +69,7 @@ class SlotTable:
         self.num_logprobs = np.full(num, -1, np.int64)  # as SlotInit.n_logprobs
         self.num_prompt_logprobs = np.full(num, -1, np.int64)
         self.prompt_len = np.zeros(num, np.int64)
+        self.upper_from = np.zeros(num, np.int64)  # positions below have left out the upper layers
         self.is_stop = np.zeros(capacity.vocab_size, bool)  # ids that end some request, now or ever
         # filled when a slot is opened, and only as far as its request can get: a table for a
         # million positions costs no memory before
@@ -125,7 +126,7 @@ class SlotTable:
         self.max_len[slot], self.state_block[slot] = init.max_len, init.state_block
         self.producer_step[slot], self.num_logprobs[slot] = 0, init.n_logprobs
         self.num_prompt_logprobs[slot] = init.n_prompt_logprobs
-        self.prompt_len[slot] = init.prompt_len
+        self.prompt_len[slot], self.upper_from[slot] = init.prompt_len, 0
         self.checked_blocks[slot] = 0
         self.tokens[slot, : init.max_len] = UNWRITTEN
         self.tokens[slot, : len(ids)] = ids
@@ -203,6 +204,10 @@ class SlotTable:
             drafted=drafted,
             masked=given["grammar"] != 0,
         )
+        if given["skip"].any():
+            skips = given["skip"].astype(np.int64)
+            live = live._replace(skips=skips)
+            self.upper_from[slots] = np.where(skips, live.starts + skips, self.upper_from[slots])
         check_rows(self, rows, live)
         return live
 
@@ -238,7 +243,8 @@ class SlotTable:
         self.producer_step[live.slots] = step_id
         self.done[live.slots] = (ends != DoneReason.NONE) & (ends != DoneReason.NULL)
         result["num_tokens"][live.rows] = took
-        result["num_verified"][live.rows] = (live.counts - 1) * live.drafted
+        verified = live.counts - 1 if sampled.verified is None else sampled.verified
+        result["num_verified"][live.rows] = verified * live.drafted
         result["done_reason"][live.rows] = ends
         result["kv_len"][live.rows] = self.kv_len[live.slots]
         return result

@@ -1,4 +1,4 @@
-"""The device stream: one worker thread that runs steps in the order submitted."""
+"""The device stream: a worker thread that runs steps in the order submitted, or launches them."""
 
 import logging
 import threading
@@ -12,16 +12,26 @@ from numpy.typing import NDArray
 from deepmesh.wire.messages import (
     BlockOp,
     Capacity,
+    ExpertsPlaced,
     GpuDone,
     GroupFlag,
     Load,
+    PlaceExperts,
     StepResult,
     StepStatus,
     StepTimes,
     SubmitStep,
 )
-from deepmesh.wire.packed import BLOCK, CANCEL, ROW, SLOT
-from services.executor.interface import CLOSE_S, Engine, GroupLost, OnProgress
+from deepmesh.wire.packed import CANCEL
+from services.executor.flights import Flight, Flights, LaunchEngine, Settling, Turn
+from services.executor.interface import (
+    CLOSE_S,
+    DeviceLost,
+    Engine,
+    GroupLost,
+    OnProgress,
+    PlacingEngine,
+)
 from services.executor.kv_copy import BlockCopy, CopyQueue
 from services.executor.outcome import Outcome
 from services.executor.slots import SlotTable
@@ -38,7 +48,6 @@ class _Job:
 
     def __init__(self, step: SubmitStep, received_ns: int, queue_depth: int) -> None:
         self.step = step
-        self.rows: NDArray[np.void] = np.frombuffer(step.rows, ROW)
         self.received_ns = received_ns
         self.enqueued_ns = time.time_ns()
         self.queue_depth = queue_depth
@@ -50,6 +59,9 @@ class StreamExecutor:
     `submit` and `poll` never wait for arithmetic. A result is there as soon as the tokens are
     (TOKENS_READY); the `gpu_done` watermark moves only when the step's tail, with the operations
     behind its rows, is complete, and travels alone if no later result is there to carry it.
+
+    Steps of a `LaunchEngine` are launched by the worker while those before them run, and settled by
+    a thread of their own, which waits for the device (docs/decisions/0019-launched-ahead.md).
     """
 
     def __init__(
@@ -77,17 +89,20 @@ class StreamExecutor:
         self._changed = threading.Condition()  # guards everything below
         self._queue: deque[_Job] = deque()
         self._copies = CopyQueue()  # of this epoch
-        self._results: deque[StepResult | GpuDone] = deque()
+        self._results: deque[StepResult | GpuDone | ExpertsPlaced] = deque()
         self._epoch = NO_EPOCH
         self._capacity: Capacity | None = None
         self._closing = False
         self._slots: SlotTable | None = None  # of this epoch; the worker fills it
         self._rank, self._ranks = 0, 1
         self._group_lost = ""  # why; empty: it is not
+        self._device_lost = ""  # as well, for good
         self._gpu_done = 0
         self._is_heard = True  # whoever polls has taken all results, and come back
         self._ops_done: list[tuple[int, int]] = []
         self._cancelled: list[NDArray[np.void]] = []
+        self._launcher = engine if isinstance(engine, LaunchEngine) else None
+        self._flights = Flights() if self._launcher is not None else None
         self._worker = threading.Thread(target=self._work, name="device-stream", daemon=True)
         self._worker.start()
 
@@ -108,10 +123,15 @@ class StreamExecutor:
         self.reset(order.engine_epoch)
         return capacity
 
-    def submit(self, step: SubmitStep | BlockCopy) -> None:
-        """Queue a step or a copy; one of another engine epoch is dropped, a step counted."""
+    def submit(self, step: SubmitStep | BlockCopy | PlaceExperts) -> None:
+        """Queue a step or a copy, or begin to fetch experts; what is of another engine epoch is
+        dropped, a step counted."""
         received_ns = time.time_ns()
         with self._changed:
+            if isinstance(step, PlaceExperts):
+                if step.engine_epoch == self._epoch and isinstance(self._engine, PlacingEngine):
+                    self._engine.place(step, self._report)
+                return
             if isinstance(step, BlockCopy):
                 if step.engine_epoch == self._epoch and self._capacity is not None:
                     self._copies.add(step)
@@ -127,15 +147,28 @@ class StreamExecutor:
             self._queue.append(_Job(step, received_ns, len(self._queue)))
             self._changed.notify_all()
 
-    def poll(self, timeout_s: float) -> StepResult | GpuDone | None:
+    def _report(self, placed: ExpertsPlaced) -> None:
+        """Experts are here; called by the thread that fetched them."""
+        with self._changed:
+            if placed.engine_epoch != self._epoch:
+                return
+            self._results.append(placed)
+            self._changed.notify_all()
+        self._on_result()
+
+    def poll(self, timeout_s: float) -> StepResult | GpuDone | ExpertsPlaced | None:
         """The oldest result not yet taken, or None after `timeout_s`; see `Executor`."""
         with self._changed:
             if not (self._results or self._is_heard):
                 self._is_heard = True
                 self._changed.notify_all()
-            self._changed.wait_for(lambda: self._results or self._group_lost, timeout_s)
+            self._changed.wait_for(
+                lambda: self._results or self._group_lost or self._device_lost, timeout_s
+            )
             if self._group_lost:
                 raise GroupLost(self._group_lost)
+            if self._device_lost and not self._results:
+                raise DeviceLost(self._device_lost)
             return self._results.popleft() if self._results else None
 
     def reset(self, engine_epoch: int) -> None:
@@ -162,8 +195,9 @@ class StreamExecutor:
             self._copies.cancel()
             self._changed.notify_all()
         self._engine.close()
+        is_landed = self._flights is None or self._flights.close(timeout_s)
         self._worker.join(timeout_s)
-        return not self._worker.is_alive()
+        return is_landed and not self._worker.is_alive()
 
     # ------------------------------------------------------------ the worker's thread
 
@@ -171,10 +205,12 @@ class StreamExecutor:
         while (work := self._next()) is not None:
             if isinstance(work, BlockCopy):
                 work.run(self._engine)
+            elif self._launcher is not None:
+                self._launch(*work, self._launcher)
             else:
                 self._run(*work)
 
-    def _next(self) -> tuple[_Job, SlotTable] | BlockCopy | None:
+    def _next(self) -> tuple[_Job, Turn, SlotTable] | BlockCopy | None:
         """The next step or copy, by turns if both wait; None once the executor closes."""
         with self._changed:
             while True:
@@ -186,11 +222,9 @@ class StreamExecutor:
                 if self._queue:
                     break
                 self._changed.wait()
-            job, slots = self._queue.popleft(), self._slots_of_epoch()
-            for row in (row for rows in self._cancelled for row in rows):
-                slots.cancel(int(row["slot"]), int(row["rid"]), int(row["epoch"]))
-            self._cancelled.clear()
-            return job, slots
+            job, cancels = self._queue.popleft(), self._cancelled
+            self._cancelled = []
+            return job, Turn(job.step, cancels), self._slots_of_epoch()
 
     def _slots_of_epoch(self) -> SlotTable:
         assert self._capacity is not None
@@ -198,23 +232,21 @@ class StreamExecutor:
             self._slots = SlotTable(self._capacity)
         return self._slots
 
-    def _run(self, job: _Job, slots: SlotTable) -> None:
+    def _run(self, job: _Job, turn: Turn, slots: SlotTable) -> None:
         """One step: operations before, rows, result, operations behind, watermark."""
         step, clock = job.step, self._engine.clock
         begin_ns = clock.begin(job.enqueued_ns)
         after = [op for op in step.ops if op.after]
         try:
-            outcome = self._compute(job, slots)
+            outcome = self._compute(turn, slots)
         except GroupLost as error:
             self._await_epoch(step, str(error))
             return
         except Exception as error:  # the one of this loop: the step fails, the executor lives
             _log.exception("step %d failed", step.step_id)
             self.counters["failed_steps"] += 1
-            slots.fail(job.rows)
             self._engine.leave(step.engine_epoch)
-            outcome = Outcome(slots.report(job.rows), error=f"{type(error).__name__}: {error}")
-            after = []
+            outcome, after = turn.failure(slots, error), []
         outcome.begin_ns, outcome.end_ns = begin_ns, clock.end()
         is_whole = not after and not clock.has_tail
         self._emit(job, outcome, is_whole=is_whole)
@@ -223,8 +255,7 @@ class StreamExecutor:
         if not is_whole:
             clock.finish()
             self._tail(job, after)
-        if step.descriptor.flags:
-            _log.info("behind group step %d: %s", step.group_step, _names(step.descriptor.flags))
+        _note(step)
 
     def _await_epoch(self, step: SubmitStep, reason: str) -> None:
         """The scheduler learns of a dead peer, or of a step that failed there, from others than
@@ -242,29 +273,75 @@ class StreamExecutor:
             self._changed.notify_all()
         self._on_result()
 
-    def _compute(self, job: _Job, slots: SlotTable) -> Outcome:
-        step = job.step
-        slots.close(np.frombuffer(step.close, SLOT))
-        for init in step.init:
-            slots.open(init)
-        slots.append(np.frombuffer(step.blocks, BLOCK))
-        before = [op for op in step.ops if not op.after]
-        self._run_ops(before, slots)
-        live = slots.resolve(job.rows)
+    def _compute(self, turn: Turn, slots: SlotTable) -> Outcome:
+        before = turn.enter(slots)
+        if before:
+            self._engine.run_ops(before)
+        live = slots.resolve(turn.rows)
         if not len(live.rows) and self._ranks == 1:
-            return Outcome(slots.report(job.rows), ops=before)
-        sampled = self._engine.compute(live, slots, step)
-        rows = slots.settle(job.rows, live, sampled, step.step_id)
-        outcome = Outcome(rows, ops=before)
-        asks = bool((slots.num_logprobs[live.slots] >= 0).any())
-        outcome.add_tokens(live, sampled, with_logprobs=asks)
+            return turn.idle(slots)
+        return turn.outcome(slots, live, self._engine.compute(live, slots, turn.step))
+
+    def _launch(self, job: _Job, turn: Turn, slots: SlotTable, launcher: LaunchEngine) -> None:
+        """A step goes to the device, and whoever waits for it to the thread that settles."""
+        assert self._flights is not None
+        settling, flight, error = Settling(turn, slots), None, None
+        try:
+            flight = launcher.launch(settling, self._flights.wait_settled)
+        except Exception as raised:  # as in _run; reported in the order of the steps
+            error = raised
+        self._flights.add(lambda: self._land(job, settling, flight, error))
+
+    # ------------------------------------------------------------ the settling thread
+
+    def _land(
+        self, job: _Job, settling: Settling, flight: Flight | None, error: Exception | None
+    ) -> None:
+        """One step that was launched: as `_run`, but for who computes."""
+        step, turn, slots = job.step, settling.turn, settling.slots
+        after = [op for op in step.ops if op.after]
+        times = None
+        try:
+            times = flight.wait() if flight is not None else None
+            outcome = self._settle(settling, flight, error)
+        except GroupLost as lost:
+            if flight is not None:
+                flight.failed()
+                flight.land()
+            self._await_epoch(step, str(lost))
+            return
+        except Exception as raised:  # as in _run
+            _log.exception("step %d failed", step.step_id)
+            self.counters["failed_steps"] += 1
+            self._engine.leave(step.engine_epoch)
+            outcome, after = turn.failure(slots, raised), []
+            if flight is not None:
+                flight.failed()
+        outcome.begin_ns, outcome.end_ns = times or (job.enqueued_ns, time.time_ns())
+        self._emit(job, outcome, is_whole=not after)
+        if outcome.error and self._launcher is not None and self._launcher.is_lost():
+            with self._changed:
+                self._device_lost = outcome.error
+                self._changed.notify_all()
+            self._on_result()
+        if flight is not None:
+            if after:
+                flight.wait_tail()
+                self._end_tail(job, after, flight.tail_status)
+            flight.land()
+        _note(step)
+
+    def _settle(
+        self, settling: Settling, flight: Flight | None, error: Exception | None
+    ) -> Outcome:
+        live = settling.live()
+        if error is not None or flight is None:
+            raise error or RuntimeError("the step was not launched")
+        outcome = settling.turn.outcome(settling.slots, live, flight.sampled(live))
+        flight.settled(live, outcome.rows)
         return outcome
 
-    def _run_ops(self, ops: Sequence[BlockOp], slots: SlotTable) -> None:
-        for op in ops:
-            slots.check_op(op)
-        if ops:
-            self._engine.run_ops(ops)
+    # ------------------------------------------------------------ what both report
 
     def _emit(self, job: _Job, outcome: Outcome, *, is_whole: bool) -> None:
         """TOKENS_READY; carries the watermark of this step only if it has no tail."""
@@ -312,6 +389,9 @@ class StreamExecutor:
         except Exception:  # as in _run; the tokens are out already, the operations report it
             _log.exception("operations behind step %d failed", job.step.step_id)
             status = 1
+        self._end_tail(job, after, status)
+
+    def _end_tail(self, job: _Job, after: Sequence[BlockOp], status: int) -> None:
         with self._changed:
             if job.step.engine_epoch != self._epoch:
                 return
@@ -325,6 +405,8 @@ class StreamExecutor:
         self._on_result()
 
 
-def _names(flags: int) -> str:
-    """Of the control operations that a group step brings."""
-    return ", ".join(flag.name for flag in GroupFlag if flags & flag) or hex(flags)
+def _note(step: SubmitStep) -> None:
+    """Log the control operations that a group step brings."""
+    if flags := step.descriptor.flags:
+        names = ", ".join(flag.name for flag in GroupFlag if flags & flag) or hex(flags)
+        _log.info("behind group step %d: %s", step.group_step, names)

@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from deepmesh.experts import first_places, slots_of
 from kernels import native
 from kernels.comm.comm import Exchange
 from kernels.engram.constants import hash_multipliers, table_primes
@@ -34,7 +35,8 @@ from services.executor.models.parameters import (
     ModelWeights,
     MoeWeights,
 )
-from services.executor.tensor_specs import rank_experts, tensor_specs
+from services.executor.models.spread import SpreadExperts
+from services.executor.tensor_specs import tensor_specs
 
 ProgressCallback = Callable[[str, int, int], None]  # stage, done, total
 
@@ -57,10 +59,12 @@ def load_model(
     ranks: int = 1,
     exchange: Exchange | None = None,
     progress: ProgressCallback | None = None,
+    redundant: int = 0,
 ) -> DeepseekV41:
     """The model of a checkpoint folder, with the routed experts of `rank` only.
 
-    `exchange` reaches the other ranks; it is needed if there are any.
+    `exchange` reaches the other ranks; it is needed if there are any. `redundant`: copies of
+    experts of a layer, over all ranks, for which there is room beside one of each.
 
     Raises:
         ModelConfigError: config.json is wrong.
@@ -69,7 +73,9 @@ def load_model(
     folder = Path(path)
     config = load_config(folder)
     native.prepare(partial(progress or _silent, "kernels"))
-    weights = load_weights(folder, config, rank=rank, ranks=ranks, progress=progress)
+    weights = load_weights(
+        folder, config, rank=rank, ranks=ranks, progress=progress, redundant=redundant
+    )
     return DeepseekV41(config, weights, numerics, exchange)
 
 
@@ -85,6 +91,7 @@ def load_weights(
     ranks: int = 1,
     progress: ProgressCallback | None = None,
     packing: Packing = NATIVE,
+    redundant: int = 0,
 ) -> ModelWeights:
     """Check every tensor, then load layer by layer. See `load_model`."""
     if not 0 <= rank < ranks:
@@ -95,7 +102,23 @@ def load_weights(
         )
     stored = read_headers(folder)
     check_tensors(tensor_specs(config), stored)
-    return Reader(stored, config, rank, ranks, progress or _silent, packing).model(folder)
+    reader = Reader(stored, config, rank, ranks, progress or _silent, packing, redundant)
+    return reader.model(folder)
+
+
+class ExpertReader:
+    """Reads single experts of a checkpoint, whoever's they are, as this rank keeps its own."""
+
+    def __init__(self, folder: Path, config: ModelConfig, packing: Packing = NATIVE) -> None:
+        self._folder, self._config, self._packing = folder, config, packing
+        self._reader: Reader | None = None  # files are opened when the first is wanted
+
+    def read(self, layer: int, expert: int) -> tuple[LinearWeight, LinearWeight]:
+        """w13 and w2 of a layer's expert, one group each."""
+        if self._reader is None:
+            stored = read_headers(self._folder)
+            self._reader = Reader(stored, self._config, 0, 1, _silent, self._packing)
+        return self._reader.expert(layer, expert)
 
 
 class Reader:
@@ -109,8 +132,10 @@ class Reader:
         ranks: int,
         progress: ProgressCallback,
         packing: Packing,
+        redundant: int = 0,
     ) -> None:
         self._stored, self._config, self._packing = stored, config, packing
+        self._redundant = redundant
         self._rank, self._ranks, self._progress = rank, ranks, progress
         self._files = {
             file: safe_open(str(file), framework="pt")
@@ -227,21 +252,27 @@ class Reader:
 
     def _moe(self, prefix: str, num_experts: int, *, is_spread: bool) -> MoeWeights:
         """Experts of draft stages are on every rank: drafting needs no exchange."""
-        ranks = self._ranks if is_spread else 1
-        held = [rank_experts(num_experts, rank, ranks) for rank in range(ranks)]
-        own = held[self._rank if is_spread else 0]
-        experts = [f"{prefix}experts.{expert}." for expert in own]
+        ranks, rank = (self._ranks, self._rank) if is_spread else (1, 0)
+        slots = slots_of(num_experts, ranks, self._redundant if is_spread else 0)
+        places = first_places(num_experts, ranks, slots)
+        own = places[rank]
+        # a slot that holds nothing has the weights of the first expert, which nobody asks it for
+        experts = [f"{prefix}experts.{max(expert, own[0])}." for expert in own.tolist()]
         shared = prefix + "shared_experts."
         return MoeWeights(
             gate=self._linear(prefix + "gate.weight"),
             bias=self._plain(prefix + "gate.bias"),
-            first_expert=own.start,
-            owners=torch.tensor([rank for rank, experts in enumerate(held) for _ in experts]),
+            spread=SpreadExperts(places, rank, num_experts),
             w13=self._fp4_linears(experts, "w1", "w3"),
             w2=self._fp4_linears(experts, "w2"),
             shared_w13=self._fp8_linear(shared + "w1", shared + "w3"),
             shared_w2=self._fp8_linear(shared + "w2"),
         )
+
+    def expert(self, layer: int, expert: int) -> tuple[LinearWeight, LinearWeight]:
+        """w13 and w2 of one routed expert of a layer of the main model."""
+        prefix = [f"layers.{layer}.ffn.experts.{expert}."]
+        return self._fp4_linears(prefix, "w1", "w3"), self._fp4_linears(prefix, "w2")
 
     def _engram(self, prefix: str, layer: int) -> EngramWeights:
         config = self._config

@@ -12,6 +12,7 @@ import uvloop
 
 from deepmesh import garbage, log
 from deepmesh.config import Config, ConfigError, load_config
+from services.gateway.auth import read_digests
 from services.gateway.server import BindError, Gateway
 
 
@@ -23,8 +24,8 @@ def main() -> int:
     arguments = parser.parse_args()
     name = f"gateway-{arguments.index}"
     try:
-        config = _for_index(load_config(arguments.config), arguments.index)
-        log.setup(name, config.mesh.log_level)
+        config = _for_index(_with_keys(load_config(arguments.config)), arguments.index)
+        log.setup(name, config.mesh.log_level, config.mesh.log_format)
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _already_drained)
@@ -36,6 +37,16 @@ def main() -> int:
     garbage.settle()
     uvloop.run(gateway.run())
     return 0
+
+
+def _with_keys(config: Config) -> Config:
+    """With the API keys of the file that only gateways read."""
+    if not config.gateway.api_keys_file:
+        return config
+    keys = [*config.gateway.api_keys, *read_digests(config.gateway.api_keys_file)]
+    return msgspec.structs.replace(
+        config, gateway=msgspec.structs.replace(config.gateway, api_keys=keys)
+    )
 
 
 def _for_index(config: Config, index: int) -> Config:

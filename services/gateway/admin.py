@@ -141,6 +141,7 @@ class Admin:
                     "paused": replica.paused,
                     "running": replica.running,
                     "waiting": replica.waiting,
+                    "fingerprint": replica.fingerprint,
                     "cached_blocks": replica.cached_blocks[0],
                 }
                 for name, replica in sorted(replicas.items())

@@ -12,12 +12,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deepmesh import __version__
-from services.gateway import errors, exposition, openapi
+from services.gateway import errors, exposition, openapi, pages
 from services.gateway.arrival import Arrival, arrive
 from services.gateway.cors import Origins
 from services.gateway.errors import Problem, Shape
 from services.gateway.exposition import Exposition
 from services.gateway.forward import Edge, Forward
+from services.gateway.hosts import Hosts
+from services.gateway.relay import send_problem
 from services.gateway.tokenizers import Tokenizers
 
 POST_ROUTES = {  # path: protocol as it is called in `Submit`
@@ -42,11 +44,12 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 class Stamp:
     """Outermost layer: makes the `Arrival` and puts its ids on the answer, and what lets a page of
-    another origin read it."""
+    another origin read it. A page that has come under a name of its own gets nothing."""
 
-    def __init__(self, app: ASGIApp, origins: Origins) -> None:
+    def __init__(self, app: ASGIApp, origins: Origins, hosts: Hosts) -> None:
         self._app = app
         self._origins = origins
+        self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, with `scope["arrival"]`."""
@@ -63,13 +66,21 @@ class Stamp:
                 message["headers"] = [*message["headers"], *_id_headers(arrival)]
             await send(message)
 
+        if problem := self._hosts.problem(arrival.headers):
+            await send_problem(stamped, Problem(403, "unknown_host", problem), arrival)
+            return
         await self._app(scope, receive, stamped)
 
 
 def make_app(
-    edge: Edge, tokenizers: Tokenizers, figures: Exposition, origins: Origins
+    edge: Edge,
+    tokenizers: Tokenizers,
+    figures: Exposition,
+    origins: Origins,
+    hosts: Hosts,
+    live: list[Route],
 ) -> Starlette:
-    """The application; it owns nothing."""
+    """The application; it owns nothing. `live`: routes of live data."""
     routes = [
         Route(path, Forward(edge, protocol, path), methods=["POST"])
         for path, protocol in POST_ROUTES.items()
@@ -84,8 +95,8 @@ def make_app(
         return _json({"status": "ok"})
 
     async def ready(request: Request) -> Response:
-        if edge.gate.is_draining:
-            return _problem(request, Problem(503, "draining", "drained by an operator"))
+        if reason := edge.gate.closed_because:
+            return _problem(request, Problem(503, "draining", reason))
         if tokenizers.is_ready:
             return _json({"status": "ready"})
         return _problem(request, Problem(503, "not_ready", tokenizers.problem))
@@ -114,9 +125,11 @@ def make_app(
         "/openapi.json": description,
     }
     routes += [Route(path, handler) for path, handler in plain.items()]
+    routes += live
+    routes += pages.routes()
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Stamp, origins=origins)],
+        middleware=[Middleware(Stamp, origins=origins, hosts=hosts)],
         exception_handlers={404: _not_found, 405: _wrong_method, Exception: _broken},
     )
     app.router.redirect_slashes = False  # a redirected POST is a puzzle; a 404 is not
@@ -125,7 +138,7 @@ def make_app(
 
 def _id_headers(arrival: Arrival) -> list[tuple[bytes, bytes]]:
     request_id = arrival.request_id.encode()
-    headers = [(b"x-request-id", request_id)]
+    headers = [(b"x-request-id", request_id), (b"x-content-type-options", b"nosniff")]
     if arrival.shape is Shape.ANTHROPIC:
         headers.append((b"request-id", request_id))
     if arrival.trace_id:

@@ -2,10 +2,31 @@
 
 import hashlib
 import hmac
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from deepmesh.config import ConfigError
 from deepmesh.wire.messages import ErrorCode
 from services.gateway.errors import ProblemError, problem
+
+
+def read_digests(path: str) -> list[str]:
+    """Digests of API keys, one a line; what follows a # is for people.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is no digest; a key itself is not shown.
+    """
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"gateway.api_keys_file: {path}: {error}") from error
+    digests = {number: line.partition("#")[0].strip() for number, line in enumerate(lines, 1)}
+    for number, digest in digests.items():
+        if digest and not re.fullmatch(r"[0-9a-f]{64}", digest):
+            words = "not the SHA-256 hex digest of a key, as `deepmesh keys` prints it"
+            raise ConfigError(f"gateway.api_keys_file: {path}, line {number}: {words}")
+    return [digest for digest in digests.values() if digest]
 
 
 class Keys:

@@ -1,6 +1,6 @@
 """`/metrics`: our names, and vLLM's beside them where the meaning is the same."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -13,12 +13,21 @@ from prometheus_client.registry import Collector
 
 from deepmesh import __version__
 from deepmesh.wire.messages import ReplicaStats
+from services.gateway.cache_metrics import cache_metrics
+from services.gateway.device_metrics import device_metrics
+from services.gateway.draft_metrics import draft_metrics
+from services.gateway.expert_metrics import expert_metrics
+from services.gateway.handover_metrics import handover_metrics
 from services.gateway.metrics import Histogram, Metrics
+from services.gateway.router_metrics import known_router, router_metrics
+from services.gateway.step_metrics import step_metrics
+from services.gateway.store_metrics import known_stores, store_metrics
 from services.gateway.streams import Streams
 from services.gateway.tokenizers import Tokenizers
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+_ITL_NAMES = ("inter_token_latency", "time_per_output_token")  # the second of older dashboards
 _POOLS = ("global", "window", "state")
 _Read = Callable[[ReplicaStats], float]
 
@@ -62,6 +71,18 @@ _REPLICA_COUNTERS: list[tuple[str, str, _Read, str]] = [
     ("dummy_tokens", "Tokens of ranks without rows", lambda r: r.dummy_tokens, ""),
     ("pad_tokens", "Pads up to the widest rank of a step", lambda r: r.pad_tokens, ""),
     ("late_results", "Step results of an earlier engine epoch", lambda r: r.late_results, ""),
+    (
+        "verified_drafts",
+        "Drafted tokens that steps verified",
+        lambda r: sum(r.verified_drafts),
+        "spec_decode_num_draft_tokens",
+    ),
+    (
+        "accepted_drafts",
+        "Drafted tokens that were right",
+        lambda r: sum(r.accepted_drafts),
+        "spec_decode_num_accepted_tokens",
+    ),
     ("replica_finished", "Requests that ended well", lambda r: r.finished, ""),
     ("replica_failed", "Requests that failed", lambda r: r.failed, ""),
     ("failed_audits", "Invariants of the scheduler that failed", lambda r: r.failed_audits, ""),
@@ -84,6 +105,7 @@ class Exposition(Collector):
         self._streams = streams
         self._tokenizers = tokenizers
         self._model = model
+        self.restarts: Mapping[str, int] = {}  # by process, as far as this gateway has seen
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -128,6 +150,18 @@ class Exposition(Collector):
         yield success
         num_up = len(self._tokenizers.peers)
         yield GaugeMetricFamily("deepmesh_tokenizers_up", "Linked tokenizers", num_up)
+        dropped = CounterMetricFamily(
+            "deepmesh_dropped_spans", "Spans that no exporter took", labels=["process"]
+        )
+        for process, count in sorted(self._dropped_spans().items()):
+            dropped.add_metric([process], count)
+        yield dropped
+        restarts = CounterMetricFamily(
+            "deepmesh_process_restarts", "Starts after the first that was seen", labels=["process"]
+        )
+        for process, count in sorted(self.restarts.items()):
+            restarts.add_metric([process], count)
+        yield restarts
         yield CounterMetricFamily(
             "deepmesh_resubmissions", "Requests moved after a loss", streams.num_resubmitted
         )
@@ -138,9 +172,9 @@ class Exposition(Collector):
     def _latencies(self) -> Iterator[Metric]:
         metrics = self._metrics
         for name, doc, by_protocol, theirs in (
-            ("ttft", "Request in to first event out", metrics.first, "time_to_first_token"),
-            ("itl", "Between events out", metrics.between, "inter_token_latency"),
-            ("request", "Request in to last byte out", metrics.whole, "e2e_request_latency"),
+            ("ttft", "Request in to first event out", metrics.first, ("time_to_first_token",)),
+            ("itl", "Between events out", metrics.between, _ITL_NAMES),
+            ("request", "Request in to last byte out", metrics.whole, ("e2e_request_latency",)),
         ):
             ours = HistogramMetricFamily(f"deepmesh_{name}_seconds", doc, labels=["protocol"])
             merged: Histogram | None = None
@@ -149,13 +183,23 @@ class Exposition(Collector):
                 merged = merged or Histogram(histogram.bounds)
                 merged.merge(histogram)
             yield ours
-            same = HistogramMetricFamily(f"vllm:{theirs}_seconds", doc, labels=["model_name"])
-            if merged is not None:
-                same.add_metric([self._model], merged.buckets(), merged.total)
-            yield same
+            for their_name in theirs:
+                yield self._same(f"vllm:{their_name}_seconds", doc, merged)
+        for name, doc, histogram in (
+            ("prompt", "Prompt tokens of answered requests", metrics.prompts),
+            ("generation", "Output tokens of answered requests", metrics.outputs),
+        ):
+            yield self._same(f"vllm:request_{name}_tokens", doc, histogram)
+
+    def _same(self, name: str, doc: str, histogram: Histogram | None) -> Metric:
+        """Under vLLM's name, of all protocols."""
+        same = HistogramMetricFamily(name, doc, labels=["model_name"])
+        if histogram is not None:
+            same.add_metric([self._model], histogram.buckets(), histogram.total)
+        return same
 
     def _replicas(self) -> Iterator[Metric]:
-        replicas = self._known_replicas()
+        replicas = self.known_replicas()
         for family, table in (
             (GaugeMetricFamily, _REPLICA_GAUGES),
             (CounterMetricFamily, _REPLICA_COUNTERS),
@@ -173,11 +217,17 @@ class Exposition(Collector):
         queries = CounterMetricFamily(
             "vllm:prefix_cache_queries", "Prompt tokens looked up", labels=["model_name", "engine"]
         )
+        usage = GaugeMetricFamily(
+            "vllm:gpu_cache_usage_perc",
+            "vllm:kv_cache_usage_perc under its older name",
+            labels=["model_name", "engine"],
+        )
         blocks = GaugeMetricFamily(
             "deepmesh_blocks", "KV blocks", labels=["replica", "pool", "state"]
         )
         for replica in replicas:
             queries.add_metric([self._model, replica.name], replica.prompt_tokens)
+            usage.add_metric([self._model, replica.name], kv_usage(replica))
             for index, pool in enumerate(_POOLS):
                 total, free = replica.total_blocks[index], replica.free_blocks[index]
                 blocks.add_metric([replica.name, pool, "total"], total)
@@ -185,9 +235,25 @@ class Exposition(Collector):
                 blocks.add_metric([replica.name, pool, "cached"], replica.cached_blocks[index])
                 blocks.add_metric([replica.name, pool, "pinned"], replica.pinned_blocks[index])
         yield queries
+        yield usage
         yield blocks
+        yield from step_metrics(replicas, self._model)
+        yield from device_metrics(replicas)
+        yield from draft_metrics(replicas, self._model)
+        yield from expert_metrics(replicas)
+        yield from cache_metrics(replicas)
+        yield from handover_metrics(replicas)
+        told = [peer.stats for peer in self._tokenizers.peers]
+        yield from store_metrics(known_stores(told))
+        yield from router_metrics(known_router(told))
 
-    def _known_replicas(self) -> list[ReplicaStats]:
+    def _dropped_spans(self) -> dict[str, int]:
+        """By process, as of the last heartbeats."""
+        peers = self._tokenizers.peers
+        found = {link.peer: link.dropped_spans for peer in peers for link in peer.stats.links}
+        return found | {peer.name: peer.stats.dropped_spans for peer in peers}
+
+    def known_replicas(self) -> list[ReplicaStats]:
         """Each replica once. Every tokenizer reports all; more steps is the newer report."""
         newest: dict[str, ReplicaStats] = {}
         for peer in self._tokenizers.peers:

@@ -2,11 +2,14 @@
 
 import logging
 import time
+from collections.abc import Callable, Mapping
 from urllib.parse import parse_qsl
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from deepmesh import telemetry
+from deepmesh.log import about
 from deepmesh.telemetry import (
     SPAN_ADMISSION,
     SPAN_ANSWER,
@@ -18,6 +21,7 @@ from deepmesh.telemetry import (
     SPAN_WRITE,
     Span,
     Tracer,
+    Value,
     is_sampled,
     trace_id_of,
 )
@@ -27,6 +31,7 @@ from services.gateway.arrival import Arrival
 from services.gateway.auth import tenant_salt
 from services.gateway.errors import CODE_NAME, HTTP_STATUS, ProblemError
 from services.gateway.limits import BodyReader, ClientGoneError, Gate
+from services.gateway.live_requests import SeenRequest, SeenRequests
 from services.gateway.metrics import Metrics, RequestTimer
 from services.gateway.protocol import ABORT, PIECE
 from services.gateway.quotas import Quotas
@@ -35,6 +40,12 @@ from services.gateway.stream import Stream
 from services.gateway.streams import Streams
 
 _log = logging.getLogger(__name__)
+OPERATIONS = {  # of the GenAI conventions, by protocol
+    "chat": "chat",
+    "completions": "text_completion",
+    "responses": "chat",
+    "messages": "chat",
+}
 _NUMBERS = ("limit", "starting_after")  # of queries
 _FLAGS = ("stream", "include_obfuscation")
 
@@ -48,6 +59,10 @@ class Edge(msgspec.Struct, frozen=True):
     streams: Streams
     metrics: Metrics
     tracer: Tracer
+    seen: SeenRequests
+    keep: Callable[[str], None]  # an unsampled trace after all
+    slow_s: float  # a request that takes so long is kept; 0: none is
+    model: str  # that is served
 
 
 def _question(scope: Scope) -> bytes:
@@ -75,11 +90,39 @@ def record_hop(tracer: Tracer, mail: Mail, traceparent: str) -> None:
     tracer.record(SPAN_HOP, traceparent, mail.sent_ns, mail.received_ns, attributes)
 
 
+def about_operation(protocol: str, model: str) -> dict[str, Value]:
+    """What the GenAI conventions ask of a request's span from its begin on."""
+    operation = OPERATIONS.get(protocol)
+    if operation is None:
+        return {}
+    return {
+        telemetry.GEN_AI_OPERATION: operation,
+        telemetry.GEN_AI_PROVIDER: "deepmesh",
+        telemetry.GEN_AI_REQUEST_MODEL: model,
+    }
+
+
+def note_answer(
+    span: Span, end: ResponseFinished, timer: RequestTimer, about: Mapping[str, Value]
+) -> None:
+    """The same about its answer."""
+    span.set(telemetry.GEN_AI_INPUT_TOKENS, end.prompt_tokens)
+    span.set(telemetry.GEN_AI_OUTPUT_TOKENS, end.completion_tokens)
+    span.set(telemetry.GEN_AI_CACHED_TOKENS, end.cached_tokens)
+    if telemetry.GEN_AI_OPERATION in about:
+        span.set(telemetry.GEN_AI_RESPONSE_MODEL, about[telemetry.GEN_AI_REQUEST_MODEL])
+    if end.finish_reason:
+        span.set(telemetry.GEN_AI_FINISH_REASONS, (end.finish_reason,))
+    if timer.ttft_s:
+        span.set(telemetry.GEN_AI_FIRST_CHUNK, timer.ttft_s)
+
+
 class Forward:
     """One route of the API: an ASGI endpoint."""
 
     def __init__(self, edge: Edge, protocol: str, route: str) -> None:
         self._edge = edge
+        self._about = about_operation(protocol, edge.model)
         self._protocol = protocol
         self._route = route
 
@@ -87,7 +130,8 @@ class Forward:
         """Answer one request; exactly one answer, unless the client is gone."""
         edge, arrival = self._edge, scope["arrival"]
         span = self._begin(scope, arrival)
-        timer = RequestTimer(edge.metrics, self._protocol, arrival.start_s)
+        seen = edge.seen.begin(arrival, self._route, self._protocol, span.traceparent)
+        timer = seen.timer = RequestTimer(edge.metrics, self._protocol, arrival.start_s)
         edge.metrics.running[self._protocol] += 1
         try:
             with edge.gate.enter(), edge.quotas.enter(arrival, self._protocol) as key_hash:
@@ -95,14 +139,15 @@ class Forward:
                 stream = self._open(
                     arrival, span, key_hash, await self._body(scope, receive, arrival, span)
                 )
-                await self._relay(scope, receive, send, stream, span, timer)
+                await self._relay(scope, receive, send, stream, span, timer, seen)
         except ProblemError as error:
+            seen.error = error.problem.message
             await self._refuse(error, receive, send, arrival, span)
         except ClientGoneError:
             arrival.status = CLIENT_GONE
         finally:
             edge.metrics.running[self._protocol] -= 1
-            self._finish(arrival, span, timer)
+            self._finish(arrival, span, seen)
 
     def _begin(self, scope: Scope, arrival: Arrival) -> Span:
         span = self._edge.tracer.start(
@@ -110,6 +155,7 @@ class Forward:
             arrival.parent,
             arrival.start_ns,
             {
+                **self._about,
                 "http.request.method": scope["method"],
                 "http.route": self._route,
                 "deepmesh.protocol": self._protocol,
@@ -158,6 +204,7 @@ class Forward:
         stream: Stream,
         span: Span,
         timer: RequestTimer,
+        seen: SeenRequest,
     ) -> None:
         arrival: Arrival = scope["arrival"]
         relay = Relay(
@@ -172,7 +219,7 @@ class Forward:
         try:
             await relay.run(receive)
         finally:
-            self._note_end(stream, arrival, span, timer)
+            self._note_end(stream, arrival, span, timer, seen)
 
     async def _refuse(
         self, error: ProblemError, receive: Receive, send: Send, arrival: Arrival, span: Span
@@ -186,7 +233,14 @@ class Forward:
         await self._edge.bodies.linger(receive)
         await send({"type": "http.response.body", "body": b""})
 
-    def _note_end(self, stream: Stream, arrival: Arrival, span: Span, timer: RequestTimer) -> None:
+    def _note_end(
+        self,
+        stream: Stream,
+        arrival: Arrival,
+        span: Span,
+        timer: RequestTimer,
+        seen: SeenRequest,
+    ) -> None:
         """Child spans and attributes that only the whole course of a request tells."""
         tracer, now_ns = self._edge.tracer, time.time_ns()
         if stream.end is None or stream.is_abandoned:
@@ -195,13 +249,15 @@ class Forward:
         elif isinstance(stream.end, ResponseFailed):
             arrival.status = HTTP_STATUS[stream.end.code]  # also when it came after the headers
             span.set("error.type", CODE_NAME[stream.end.code])
+            seen.error = stream.end.detail
         if isinstance(stream.end, ResponseFinished):
             end = stream.end
             self._edge.metrics.finish_reasons[end.finish_reason or "stop"] += 1
-            span.set("gen_ai.usage.input_tokens", end.prompt_tokens)
-            span.set("gen_ai.usage.output_tokens", end.completion_tokens)
-            span.set("deepmesh.cached_tokens", end.cached_tokens)
-            span.set("deepmesh.finish_reason", end.finish_reason)
+            self._edge.metrics.prompts.observe(end.prompt_tokens)
+            self._edge.metrics.outputs.observe(end.completion_tokens)
+            seen.prompt_tokens, seen.cached_tokens = end.prompt_tokens, end.cached_tokens
+            seen.output_tokens, seen.finish_reason = end.completion_tokens, end.finish_reason
+            note_answer(span, end, timer, self._about)
             self._edge.quotas.used(arrival, end.prompt_tokens + end.completion_tokens)
         else:
             self._edge.quotas.used(arrival, timer.num_events)  # about its tokens
@@ -223,8 +279,9 @@ class Forward:
             tracer.record(SPAN_STREAM, span.traceparent, first_ns, now_ns, events)
             span.set("deepmesh.ttft_ms", timer.ttft_s * 1e3)
 
-    def _finish(self, arrival: Arrival, span: Span, timer: RequestTimer) -> None:
-        metrics = self._edge.metrics
+    def _finish(self, arrival: Arrival, span: Span, seen: SeenRequest) -> None:
+        edge, metrics = self._edge, self._edge.metrics
+        seen.end(duration_s := time.monotonic() - arrival.start_s)
         metrics.requests[self._protocol, arrival.status] += 1
         _log.debug(
             "%s %s %s: HTTP %d after %.3f s",
@@ -232,10 +289,14 @@ class Forward:
             arrival.request_id,
             self._route,
             arrival.status,
-            time.monotonic() - arrival.start_s,
+            duration_s,
+            extra=about(arrival.rid, span.traceparent),
         )
         if arrival.status == 200:
-            metrics.whole[self._protocol].observe(time.monotonic() - arrival.start_s)
+            metrics.whole[self._protocol].observe(duration_s)
         span.set("http.response.status_code", arrival.status)
         error = f"HTTP {arrival.status}" if arrival.status >= 500 else ""
+        is_slow = 0 < edge.slow_s <= duration_s
+        if (error or is_slow) and edge.tracer.enabled and not is_sampled(span.traceparent):
+            edge.keep(trace_id_of(span.traceparent))
         span.end(error=error)

@@ -26,6 +26,14 @@ class Gate:
         self._max_requests = max_requests
         self.num_open = 0
         self.is_draining = False  # by an operator's order: nothing new
+        self.is_ending = False  # the process has been told to end: nothing new, for good
+
+    @property
+    def closed_because(self) -> str:
+        """Why nothing new is taken; empty: it is."""
+        if self.is_ending:
+            return "this gateway ends"
+        return "drained by an operator" if self.is_draining else ""
 
     @contextlib.contextmanager
     def enter(self) -> Iterator[None]:
@@ -34,8 +42,8 @@ class Gate:
         Raises:
             ProblemError: 429, all places are taken; 503 while it drains.
         """
-        if self.is_draining:
-            message = "this gateway drains; send the request to another one"
+        if reason := self.closed_because:
+            message = f"{reason}; send the request to another one, or again in a moment"
             raise ProblemError(Problem(503, "draining", message))
         if self.num_open >= self._max_requests:
             raise ProblemError(

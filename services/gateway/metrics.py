@@ -9,6 +9,9 @@ FIRST_BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0,
 TOTAL_BOUNDS = (0.01, 0.05, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)
 
 
+SIZE_BOUNDS = (1.0, 8.0, 32.0, 128.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 32768.0, 131072.0)
+
+
 class Histogram:
     """Counts by upper bound. A tenth of the cost of prometheus_client's, which locks."""
 
@@ -47,6 +50,7 @@ class Metrics:
         self.disconnects: Counter[str] = Counter()
         self.first: dict[str, Histogram] = defaultdict(lambda: Histogram(FIRST_BOUNDS))
         self.between: dict[str, Histogram] = defaultdict(lambda: Histogram(TOKEN_BOUNDS))
+        self.prompts, self.outputs = Histogram(SIZE_BOUNDS), Histogram(SIZE_BOUNDS)
         self.whole: dict[str, Histogram] = defaultdict(lambda: Histogram(TOTAL_BOUNDS))
 
 

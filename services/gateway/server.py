@@ -19,14 +19,20 @@ from deepmesh.config import Config
 from deepmesh.health import Readiness
 from deepmesh.wire.inbox import AsyncInbox
 from deepmesh.wire.messages import ErrorCode, ServiceStats
+from deepmesh.wire.names import Lookup
 from deepmesh.wire.sockets import Dialer, Identity
 from services.gateway.admin import Admin, AdminServer
 from services.gateway.app import make_app
 from services.gateway.auth import Keys
 from services.gateway.cors import Origins
+from services.gateway.discovery import Discovery
 from services.gateway.exposition import Exposition
 from services.gateway.forward import Edge, record_hop
+from services.gateway.hosts import Hosts
 from services.gateway.limits import CLIENT_IDLE_S, BodyReader, Gate
+from services.gateway.live import Live
+from services.gateway.live_figures import Figures
+from services.gateway.live_routes import LiveRoutes
 from services.gateway.metrics import Metrics
 from services.gateway.protocol import EdgeProtocol
 from services.gateway.quotas import Quotas
@@ -44,16 +50,21 @@ class BindError(RuntimeError):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which also says when it is told to end."""
+    """uvicorn's server, which goes on listening while requests run: who comes is told to go
+    elsewhere, where a closed port would look like a failure."""
 
-    def __init__(self, config: uvicorn.Config, on_exit: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, on_exit: Callable[[], bool]) -> None:
+        """`on_exit`: told of the wish to end; says whether nothing is left to wait for."""
         super().__init__(config)
         self._on_exit = on_exit
+        self._is_asked = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """SIGTERM or SIGINT: no new connections, open requests go on until the grace is over."""
-        self._on_exit()
-        super().handle_exit(sig, frame)
+        """SIGTERM or SIGINT: open requests go on until the grace is over; once more: none does."""
+        is_idle, is_asked_again = self._on_exit(), self._is_asked
+        self._is_asked = True
+        if is_idle or is_asked_again:
+            super().handle_exit(sig, frame)
 
 
 class Gateway:
@@ -80,6 +91,7 @@ class Gateway:
             on_hop=lambda mail, traceparent: record_hop(self._tracer, mail, traceparent),
         )
         self._inbox = AsyncInbox(lambda endpoint, event: self.streams.handle(event))
+        self._discovery = self._make_discovery()
         self._pulse = Readiness(config.mesh.run_dir, name, lambda: not self._drain_began_at)
         self._drain_began_at = 0.0
         self._error: BaseException | None = None
@@ -158,28 +170,59 @@ class Gateway:
 
     def _dial(self) -> list[Dialer]:
         config = self._config
-        me = Identity.new("gateway", self._name, config)
+        me = self._me = Identity.new("gateway", self._name, config)
+        if config.finds_tokenizers:
+            return []
         indices = range(max(1, config.tokenizer.count))
         addresses = dict.fromkeys(config.tokenizer_address(i) for i in indices)  # one if external
         return [Dialer(address, me, config.links, self._stats) for address in addresses]
+
+    def _make_discovery(self) -> Discovery | None:
+        """Where the configuration names one host for all tokenizers."""
+        address = self._config.tokenizer.address
+        lookup = Lookup.of(address) if self._config.finds_tokenizers else None
+        if lookup is None:
+            return None
+
+        def dial(target: str) -> Dialer:
+            return Dialer(address, self._me, self._config.links, self._stats, target=target)
+
+        return Discovery(lookup, dial, tokenizers=self.tokenizers, inbox=self._inbox)
 
     def _stats(self) -> ServiceStats:
         return ServiceStats(ready=True, requests=len(self.streams))
 
     def _make_server(self, idle_s: float) -> Server:
         settings, metrics = self._config.gateway, Metrics()
+        keys = Keys(settings.api_keys)
+        figures = Exposition(metrics, self.streams, self.tokenizers, self._config.served_model)
+        self._live = Live(
+            self._config,
+            self._me,
+            self._tracer,
+            tokenizers=self.tokenizers,
+            streams=self.streams,
+            exposition=figures,
+            figures=Figures(metrics),
+        )
+        live = LiveRoutes(self._live, keys, lambda: bool(self._drain_began_at))
         edge = Edge(
             gate=self._gate,
-            quotas=Quotas(Keys(settings.api_keys), settings),
+            quotas=Quotas(keys, settings),
             bodies=BodyReader(settings.max_body_bytes, settings.resume_bytes, idle_s),
             streams=self.streams,
             metrics=metrics,
             tracer=self._tracer,
+            seen=self._live.seen,
+            keep=self._live.keep,
+            slow_s=self._config.telemetry.slow_s,
+            model=self._config.served_model,
         )
-        figures = Exposition(metrics, self.streams, self.tokenizers, self._config.served_model)
+        origins = Origins(settings.allowed_origins)
+        hosts = Hosts(settings, asks_for_keys=bool(settings.api_keys))
         return Server(
             uvicorn.Config(
-                make_app(edge, self.tokenizers, figures, Origins(settings.allowed_origins)),
+                make_app(edge, self.tokenizers, figures, origins, hosts, live.routes()),
                 http=EdgeProtocol,
                 ws="none",
                 lifespan="off",
@@ -219,20 +262,29 @@ class Gateway:
     def _file(self) -> Path:
         return Path(self._config.mesh.run_dir) / _file_name(self._name)
 
-    def _note_exit(self) -> None:
+    def _note_exit(self) -> bool:
         self._drain_began_at = self._drain_began_at or time.monotonic()
+        self._gate.is_ending = True
+        return not self._gate.num_open
 
     async def _sweep(self) -> None:
-        """Keep the clocks of the streams; near the end of the grace, end those that still run."""
+        """Keep the clocks of the streams; near the end of the grace, end those that still run. The
+        last one that ends by itself ends the process, too."""
         settings = self._config.gateway
         interval_s = min(0.25, settings.keepalive_s / 4)
         grace_s = 0.7 * self._config.supervisor.stop_timeout_s  # the rest is for the last words
         while True:
             await asyncio.sleep(interval_s)
             self._pulse.look()
+            self._live.tick()
+            if self._discovery is not None:
+                self._discovery.look()
             self.streams.sweep()
             if self._drain_began_at and time.monotonic() - self._drain_began_at > grace_s:
                 self.streams.fail_all(ErrorCode.OVERLOADED, "the gateway is shutting down")
+                self._server.should_exit = True
+            elif self._drain_began_at and not self._gate.num_open:
+                self._server.should_exit = True
 
 
 def _limits(config: Config) -> StreamLimits:

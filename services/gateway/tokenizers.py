@@ -31,9 +31,17 @@ class Tokenizers:
         self._links = list(links)
         self.num_placed: Counter[str] = Counter()  # open requests of this gateway, by key
 
+    def add(self, link: TokenizerLink) -> None:
+        """One more was found."""
+        self._links.append(link)
+
+    def remove(self, link: TokenizerLink) -> None:
+        """It is there no more; its link is down."""
+        self._links.remove(link)
+
     @property
     def num_links(self) -> int:
-        """Tokenizers that the configuration names."""
+        """Tokenizers that there should be: those of the configuration, or those found."""
         return len(self._links)
 
     @property

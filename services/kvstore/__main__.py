@@ -23,7 +23,7 @@ def main() -> int:
     name = f"kvstore-{arguments.index}"
     try:
         config = load_config(arguments.config)
-        log.setup(name, config.mesh.log_level)
+        log.setup(name, config.mesh.log_level, config.mesh.log_format)
         load_keyring(config, "kvstore")  # before any file is made
         tracer = telemetry.setup("kvstore", name, config)
         service = KvStoreService(config, index=arguments.index, tracer=tracer)

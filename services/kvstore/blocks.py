@@ -1,8 +1,9 @@
 """Blocks and points in memory and on disk: carries out what the store decides."""
 
 import logging
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -11,8 +12,9 @@ from deepmesh.checksum import crc32
 from deepmesh.wire.messages import KvKind, KvTier, Pool
 
 from .eviction import TierRoom
+from .figures import Ages, SeenBlocks, Timings
 from .memory import PAGE_BYTES, Extents, MemoryTier
-from .store import HASH_BYTES, Entry, Found, Key, Store
+from .store import HASH_BYTES, Entry, Found, Key, Store, chain_keys
 from .tier import ColdTier, Stored, TierError
 
 _log = logging.getLogger(__name__)
@@ -29,28 +31,53 @@ class Fetched(NamedTuple):
     extents: Extents
 
 
+OnKept = Callable[[Key, Entry, bytes | memoryview], None]
+
+
 class BlockTiers:
     """All payloads of one kvstore. A payload that is not what was written counts as a miss."""
 
-    def __init__(self, memory: MemoryTier, disk: ColdTier | None) -> None:
+    def __init__(
+        self,
+        memory: MemoryTier,
+        disk: ColdTier | None,
+        *,
+        ttl_s: float = 0.0,
+        on_kept: OnKept | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`on_kept` is shown each payload that an executor has put; the view does not last."""
         self.counters: Counter[str] = Counter()
+        self.timings, self.ages = Timings(), Ages()
+        self._seen = SeenBlocks()
+        self._on_kept = on_kept
         self._memory, self._disk = memory, disk
         overhead = disk.item_overhead if disk else 0
         self.store = Store(
             memory=TierRoom(memory.usable_bytes, unit=PAGE_BYTES),
             disk=TierRoom(disk.max_live_bytes if disk else 0, overhead=overhead),
+            ttl_s=ttl_s,
+            clock=clock,
         )
         self._condemned: set[Key] = set()  # damaged in memory, but someone still reads it
         if disk is not None:
             self._restore(disk)
 
-    def lookup(self, chain: bytes) -> Found:
-        """The longest prefix that is there."""
-        found = self.store.lookup(chain)
+    def lookup(self, chain: bytes, remote: Collection[Key] = ()) -> Found:
+        """The longest prefix that is there, with `remote` in the shared tier."""
+        found = self.store.lookup(chain, remote)
         self.counters["lookups"] += 1
         self.counters["lookup_blocks"] += len(chain) // HASH_BYTES
         self.counters["hit_blocks"] += found.num_point_blocks
+        self.counters["ideal_blocks"] += self._seen.take(chain_keys(chain))
+        if found.tier is KvTier.DISK:  # a request queues that will ask for it
+            self.expect(self.store.resuming(chain, found.num_point_blocks))
         return found
+
+    def expect(self, keys: Sequence[Key]) -> None:
+        """These will be asked for soon: what is on disk alone is read ahead."""
+        if self._disk is not None:
+            self._disk.expect([key for key in keys if not self._is_in_memory(key)])
 
     # ------------------------------------------------------------ put
 
@@ -66,7 +93,14 @@ class BlockTiers:
             return KvTier.NONE
         self._promote(key, entry, payload)
         self._write_to_disk(key, entry, payload)
+        self._kept(key, payload)
         return self._put_done(key)
+
+    def arrive(self, key: Key, entry: Entry, payload: bytes) -> None:
+        """A payload came from the shared tier: as if put, but it is there already."""
+        if self.store.kept(key) is KvTier.NONE and key not in self._memory:
+            self._promote(key, entry, payload)
+            self._write_to_disk(key, entry, payload)
 
     def reserve(self, key: Key, parts: Parts) -> Extents:
         """Where to write a payload in the shared file; empty: it is there, or has no room."""
@@ -87,6 +121,7 @@ class BlockTiers:
             return KvTier.NONE
         self.store.commit(key, checksum)
         self._write_to_disk(key, self.store.entries[key], payload)
+        self._kept(key, payload)
         return self._put_done(key)
 
     def cancel(self, key: Key) -> None:
@@ -96,22 +131,64 @@ class BlockTiers:
 
     # ------------------------------------------------------------ get
 
-    def get(self, key: Key, *, mapped: bool) -> Fetched | None:
-        """A payload; with `mapped`, its place in the shared file where it can be had."""
+    def fetch(self, keys: Sequence[Key]) -> set[Key]:
+        """Bring what is on disk alone into memory, as far as there is room, in one go.
+
+        Returns what has come. It can leave again before it is asked for.
+        """
+        if self._disk is None:
+            return set()
+        places: dict[Key, list[memoryview]] = {}
+        for key in keys:
+            entry = self.store.entries.get(key)
+            if entry is None or key not in self.store.disk or key in self._memory:
+                continue
+            if self._take_memory(key, Entry.of(entry.parts, entry.checksum)):
+                places[key] = self._memory.views(key)
+        if not places:
+            return set()
+        with self.timings.of("disk", "get"):
+            good = self._disk.read_into(places)
+        for key in places:
+            if key in good:
+                self.store.commit(key, self.store.entries[key].checksum)
+                continue
+            self.counters["damaged"] += 1
+            self.cancel(key)
+            self.store.lose(key, KvTier.DISK)
+        return good
+
+    def get(
+        self,
+        key: Key,
+        *,
+        mapped: bool,
+        arrived: tuple[Entry, bytes] | None = None,
+        was_on_disk: bool = False,
+    ) -> Fetched | None:
+        """A payload; with `mapped`, its place in the shared file where it can be had.
+
+        Args:
+            arrived: it came from the shared tier for this order, and may have found no room here.
+            was_on_disk: `fetch` has brought it for this order.
+        """
         entry = self.store.find(key)
+        if entry is None and arrived is not None:
+            return Fetched(arrived[0], KvTier.SHARED, arrived[1], [])
         if entry is None:
             self.counters["misses"] += 1
             return None
         if self._is_in_memory(key):
-            fetched = self._from_memory(key, entry, mapped=mapped)
+            tier = KvTier.DISK if was_on_disk else KvTier.MEMORY
+            fetched = self._from_memory(key, entry, tier, mapped=mapped)
             if fetched is not None:
+                self._count_hit(tier, entry)
                 return fetched
         payload = self._from_disk(key)
         if payload is None:
             self.counters["misses"] += 1
             return None
-        self.counters["disk_hits"] += 1
-        self.counters["get_bytes"] += entry.num_bytes
+        self._count_hit(KvTier.DISK, entry)
         if self._promote(key, entry, payload) and mapped:
             self.store.hold(key)
             return Fetched(entry, KvTier.DISK, None, self._memory.extents(key))
@@ -123,7 +200,41 @@ class BlockTiers:
         if damaged or key in self._condemned:
             self._condemn(key)
 
+    # ------------------------------------------------------------ leaving
+
+    def expire(self) -> None:
+        """Take out what was not used for the time to live."""
+        for key in self.store.expired():
+            self._take_out(key)
+            self.counters["expired"] += 1
+
+    def flush(self) -> int:
+        """Take out all that nobody reads or writes just now; returns how many."""
+        room = self.store.memory
+        doomed = [key for key in self.store.entries if not (key in room and room.is_held(key))]
+        for key in doomed:
+            self._take_out(key)
+        return len(doomed)
+
+    def take_ages(self) -> None:
+        """Count what had to leave since the last call."""
+        evicted, self.store.evicted = self.store.evicted, []
+        for tier, age_s in evicted:
+            self.ages.observe(tier.name.lower(), age_s)
+
     # ------------------------------------------------------------ inside
+
+    def _take_out(self, key: Key) -> None:
+        if key in self.store.memory and not self.store.is_reserved(key):
+            self._lose_memory(key)
+        if self._disk is not None and key in self.store.disk:
+            self._disk.drop(key)
+            self.store.lose(key, KvTier.DISK)
+
+    def _kept(self, key: Key, payload: bytes | memoryview) -> None:
+        entry = self.store.entries.get(key)
+        if self._on_kept is not None and entry is not None:
+            self._on_kept(key, entry, payload)
 
     def _restore(self, disk: ColdTier) -> None:
         for stored in list(disk.items()):
@@ -159,7 +270,12 @@ class BlockTiers:
     def _is_in_memory(self, key: Key) -> bool:
         return self.store.tier(key) is KvTier.MEMORY and key not in self._condemned
 
-    def _from_memory(self, key: Key, entry: Entry, *, mapped: bool) -> Fetched | None:
+    def _count_hit(self, tier: KvTier, entry: Entry) -> None:
+        name = "disk" if tier is KvTier.DISK else "memory"
+        self.counters[f"{name}_hits"] += 1
+        self.counters[f"{name}_get_bytes"] += entry.num_bytes
+
+    def _from_memory(self, key: Key, entry: Entry, tier: KvTier, *, mapped: bool) -> Fetched | None:
         payload = None
         if not mapped:
             payload = self._memory.read(key, entry.checksum)
@@ -168,15 +284,14 @@ class BlockTiers:
                 return None
         else:
             self.store.hold(key)  # its reader checks it
-        self.counters["memory_hits"] += 1
-        self.counters["get_bytes"] += entry.num_bytes
         extents = self._memory.extents(key) if mapped else []
-        return Fetched(entry, KvTier.MEMORY, payload, extents)
+        return Fetched(entry, tier, payload, extents)
 
     def _from_disk(self, key: Key) -> bytes | None:
         if self._disk is None or key not in self.store.disk:
             return None
-        payload = self._disk.read(key)
+        with self.timings.of("disk", "get"):
+            payload = self._disk.read(key)
         if payload is None:
             self.counters["damaged"] += 1
             self.store.lose(key, KvTier.DISK)
@@ -217,7 +332,8 @@ class BlockTiers:
             self._disk.drop(victim)
         meta = msgspec.msgpack.encode(entry.parts)
         try:
-            self._disk.write(Stored(key, meta, entry.num_bytes, entry.checksum), payload)
+            with self.timings.of("disk", "put"):
+                self._disk.write(Stored(key, meta, entry.num_bytes, entry.checksum), payload)
         except TierError as error:
             _log.error("kept in memory only: %s", error)
             self.counters["disk_errors"] += 1

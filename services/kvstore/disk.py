@@ -9,12 +9,14 @@ but shows no wrong data either.
 import errno
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 from deepmesh.checksum import crc32
 
 from .files import AppendFile, WriteAt, lock_file
+from .gather import Piece, gather
 from .journal import Added, Journal, Removed, Replay
 from .tier import Stored, TierError
 
@@ -23,6 +25,29 @@ MAX_SEGMENT_BYTES = 64 << 20
 _MIN_JOURNAL_BYTES = 1 << 16
 _RECORD_BYTES = 128  # about what a record takes in the journal
 _JOURNAL_SLACK = 4  # the journal is written anew when it is so much larger than need be
+
+
+_SOON = os.POSIX_FADV_WILLNEED
+
+
+def joined(records: Iterable[Added]) -> Iterator[tuple[int, int]]:
+    """Their places in a file, those that touch as one; sorted by offset."""
+    start = end = 0
+    for record in records:
+        if record.offset != end:
+            if end > start:
+                yield start, end
+            start = record.offset
+        end = record.offset + record.num_bytes
+    if end > start:
+        yield start, end
+
+
+def _is_good(record: Added, views: list[memoryview]) -> bool:
+    checksum = 0
+    for view in views:
+        checksum = crc32(view, checksum)
+    return checksum == record.checksum and sum(map(len, views)) == record.num_bytes
 
 
 class Segment:
@@ -87,6 +112,18 @@ class DiskTier:
             self.counters["write_errors"] += 1
             raise TierError(f"{self._folder}: {error.strerror}") from error
 
+    def expect(self, keys: Sequence[bytes]) -> None:
+        """Have the kernel read them ahead, beside whatever we do meanwhile; see `ColdTier`."""
+        records = [self._index[key] for key in keys if key in self._index]
+        records.sort(key=lambda record: (record.segment, record.offset))
+        for number, found in groupby(records, key=lambda record: record.segment):
+            try:
+                with self._segments[number].path.open("rb", buffering=0) as file:
+                    for start, end in joined(found):
+                        os.posix_fadvise(file.fileno(), start, end - start, _SOON)
+            except OSError:
+                self.counters["read_errors"] += 1  # reading it will say more
+
     def read(self, key: bytes) -> bytes | None:
         """The payload, checked; see `ColdTier`."""
         record = self._index.get(key)
@@ -97,6 +134,23 @@ class DiskTier:
             self.counters["damaged"] += 1
             self.drop(key)
         return payload
+
+    def read_into(self, places: Mapping[bytes, list[memoryview]]) -> set[bytes]:
+        """All of them at once, without a copy between; see `ColdTier`."""
+        records = [self._index[key] for key in places if key in self._index]
+        records.sort(key=lambda record: record.segment)
+        for number, found in groupby(records, key=lambda record: record.segment):
+            pieces = [Piece(record.offset, places[record.key]) for record in found]
+            try:
+                gather(self._segments[number].path, pieces)
+            except OSError:
+                self.counters["read_errors"] += 1  # the checksums will say what is wrong
+        good = {record.key for record in records if _is_good(record, places[record.key])}
+        for record in records:
+            if record.key not in good:
+                self.counters["damaged"] += 1
+                self.drop(record.key)
+        return good
 
     def drop(self, key: bytes) -> None:
         """Forget a payload; see `ColdTier`."""

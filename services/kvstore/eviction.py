@@ -48,7 +48,9 @@ class ScanResistantQueue:
 
     def touch(self, key: Key) -> None:
         """It was used."""
-        self._uses[key] = min(self._uses[key] + 1, MAX_USES)
+        uses = self._uses[key]
+        if uses < MAX_USES:
+            self._uses[key] = uses + 1
 
     def hold(self, key: Key) -> None:
         """Keep it until it has been released as often as it was held."""
@@ -135,7 +137,8 @@ class TierRoom:
         self.unit = unit
         self.overhead = overhead  # bytes that each thing takes beside its payload
         self._point_share = point_share
-        self._queues = {kind: ScanResistantQueue() for kind in KvKind}
+        # By kind. Keys end in their kind: this is looked up for every block of every order.
+        self._queues = [ScanResistantQueue() for _ in sorted(KvKind)]
         self.budget = budget
         self._sizes: dict[Key, int] = {}
 
@@ -148,21 +151,28 @@ class TierRoom:
     @property
     def used(self) -> int:
         """Bytes taken, in whole units."""
-        return sum(queue.num_bytes + queue.held_bytes for queue in self._queues.values())
+        return self._evictable_bytes + self.held_bytes
 
     @property
     def held_bytes(self) -> int:
         """Bytes that cannot leave now."""
-        return sum(queue.held_bytes for queue in self._queues.values())
+        blocks, points = self._queues
+        return blocks.held_bytes + points.held_bytes
+
+    @property
+    def _evictable_bytes(self) -> int:
+        blocks, points = self._queues
+        return blocks.num_bytes + points.num_bytes
 
     def add(self, key: Key, num_bytes: int, *, held: bool = False) -> list[Key] | None:
         """Take room for a new thing; returns what has to leave for it, None if it has no room."""
         size = -(-(num_bytes + self.overhead) // self.unit) * self.unit
-        if size > self.budget - self.held_bytes:
+        room = self.budget - self.held_bytes - size  # for what could leave
+        if room < 0:
             return None
         kind = kind_of(key)
         victims: list[Key] = []
-        while self.used + size > self.budget:
+        while self._evictable_bytes > room:
             victims.append(self._evict(kind, size))
         self._sizes[key] = size
         self._queues[kind].add(key, size, held=held)
@@ -179,23 +189,23 @@ class TierRoom:
     def remove(self, key: Key) -> None:
         """Give its room back."""
         del self._sizes[key]
-        self._queues[kind_of(key)].remove(key)
+        self._queues[key[-1]].remove(key)
 
     def touch(self, key: Key) -> None:
         """It was used."""
-        self._queues[kind_of(key)].touch(key)
+        self._queues[key[-1]].touch(key)
 
     def hold(self, key: Key) -> None:
         """It must stay until `release`."""
-        self._queues[kind_of(key)].hold(key)
+        self._queues[key[-1]].hold(key)
 
     def release(self, key: Key) -> None:
         """Undo one `hold`."""
-        self._queues[kind_of(key)].release(key)
+        self._queues[key[-1]].release(key)
 
     def is_held(self, key: Key) -> bool:
         """Whether it cannot leave now."""
-        return self._queues[kind_of(key)].is_held(key)
+        return self._queues[key[-1]].is_held(key)
 
     def _evict(self, newcomer: KvKind, size: int) -> Key:
         other = KvKind.POINT if newcomer is KvKind.BLOCK else KvKind.BLOCK

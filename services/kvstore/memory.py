@@ -70,7 +70,7 @@ class MemoryTier:
         self._num_pages = 0  # that have memory
         self._pages = PagePool()
         self._runs: dict[Key, list[tuple[int, int]]] = {}
-        self._sizes: dict[Key, int] = {}
+        self._extents: dict[Key, Extents] = {}
         if path is None:
             self._fd = -1
         else:
@@ -99,31 +99,36 @@ class MemoryTier:
         runs = self._pages.take(count)
         if runs is None:
             return False
-        self._runs[key], self._sizes[key] = runs, num_bytes
+        left, extents = num_bytes, Extents()
+        for start, length in runs:
+            size = min(left, length * PAGE_BYTES)
+            extents.append((start * PAGE_BYTES, size))
+            left -= size
+        self._runs[key], self._extents[key] = runs, extents
         return True
 
     def give(self, key: Key) -> None:
         """The payload is not needed any more."""
-        del self._sizes[key]
+        del self._extents[key]
         for start, count in self._runs.pop(key):
             self._pages.give(start, count)
 
     def extents(self, key: Key) -> Extents:
         """Where the payload lies in the file, in order."""
-        left, extents = self._sizes[key], Extents()
-        for start, count in self._runs[key]:
-            size = min(left, count * PAGE_BYTES)
-            extents.append((start * PAGE_BYTES, size))
-            left -= size
-        return extents
+        return self._extents[key]
 
     def write(self, key: Key, payload: bytes | memoryview) -> None:
         """Put the payload into its pages."""
-        assert len(payload) == self._sizes[key]
+        assert len(payload) == sum(size for _, size in self._extents[key])
         at, view = 0, memoryview(payload)
         for offset, size in self.extents(key):
             self._map[offset : offset + size] = view[at : at + size]
             at += size
+
+    def views(self, key: Key) -> list[memoryview]:
+        """Where to write a payload, in order; not to be kept, since the file could not close."""
+        whole = memoryview(self._map)
+        return [whole[at : at + size] for at, size in self._extents[key]]
 
     def view(self, key: Key, checksum: int) -> bytes | memoryview | None:
         """The payload, where it lies if possible; None when it is not what was written.

@@ -1,5 +1,8 @@
 """Orders about blocks and points, and the answers: who may write or read what, until when."""
 
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+
 from deepmesh.wire.messages import (
     Blocks,
     BlocksRead,
@@ -17,7 +20,7 @@ from deepmesh.wire.messages import (
 
 from .blocks import BlockTiers, Fetched
 from .eviction import Key
-from .store import HASH_BYTES, key_of
+from .store import HASH_BYTES, Entry, key_of
 from .transfers import Transfers
 
 TRANSFER_TTL_S = 60.0
@@ -43,11 +46,11 @@ class BlockOrders:
         """Transfers that wait for the other side."""
         return len(self._writes) + len(self._reads)
 
-    def lookup(self, order: Lookup) -> Hits:
-        """How much of a prefix is there."""
+    def lookup(self, order: Lookup, remote: Collection[Key] = ()) -> Hits:
+        """How much of a prefix is there, with `remote` in the shared tier."""
         if len(order.chain) % HASH_BYTES:
             return Hits(order.lookup_id, 0, 0)
-        found = self._tiers.lookup(order.chain)
+        found = self._tiers.lookup(order.chain, remote)
         return Hits(order.lookup_id, found.num_blocks, found.num_point_blocks, found.tier)
 
     def reserve(self, peer: str, order: Reserve, now_s: float) -> Reserved:
@@ -67,8 +70,12 @@ class BlockOrders:
         lacking = any(not item.extents and item.tier is KvTier.NONE for item in answer)
         return Reserved(order.op_id, KvStatus.FULL if lacking else KvStatus.OK, answer)
 
-    def put(self, peer: str, order: PutBlocks, attachments: list[bytes]) -> PutDone:
+    def put(
+        self, peer: str, order: PutBlocks, attachments: list[bytes], *, now_s: float = 0.0
+    ) -> PutDone:
         """Keep what was written into reserved places, and what is attached."""
+        if (began_s := self._writes.began_s(peer, order.op_id)) is not None:
+            self._tiers.timings.observe("memory", "put", now_s - began_s)
         reserved = set(self._writes.end(peer, order.op_id).values())
         problem = _problem(order.items)
         if not problem and sum(not item.extents for item in order.items) != len(attachments):
@@ -92,10 +99,26 @@ class BlockOrders:
         status = KvStatus.OK if KvTier.NONE not in tiers else KvStatus.FULL
         return PutDone(order.op_id, status, bytes(tiers))
 
+    def lacking(self, order: GetBlocks) -> list[Key]:
+        """What is asked for and not here."""
+        if _bad_hash(order.items):
+            return []
+        keys = [key_of(item.hash, item.kind) for item in order.items]
+        return [key for key in keys if key not in self._tiers.store.entries]
+
     def get(
-        self, peer: str, order: GetBlocks, *, mapped: bool, now_s: float
+        self,
+        peer: str,
+        order: GetBlocks,
+        *,
+        mapped: bool,
+        now_s: float,
+        arrived: Mapping[Key, tuple[Entry, bytes]] = MappingProxyType({}),
     ) -> tuple[Blocks, list[bytes]]:
-        """What was asked for; `mapped` where this peer sees the shared file."""
+        """What was asked for; `mapped` where this peer sees the shared file.
+
+        `arrived`: what the shared tier has sent for this order.
+        """
         if problem := _bad_hash(order.items):
             return Blocks(order.op_id, KvStatus.INVALID, [], problem), []
         if self._reads.is_open(peer, order.op_id):
@@ -104,14 +127,17 @@ class BlockOrders:
         answer: list[KvItem] = []
         keys: dict[int, Key] = {}
         num_bytes, missing = 0, False
-        for index, item in enumerate(order.items):
+        asked = [key_of(item.hash, item.kind) for item in order.items]
+        came = self._tiers.fetch(asked)
+        for index, (item, key) in enumerate(zip(order.items, asked, strict=True)):
             if num_bytes >= self._max_attached_bytes:
                 detail = f"{index} items fill one answer: ask again for the rest"
                 answer += [KvItem(i.hash, i.kind) for i in order.items[index:]]
                 self._reads.begin(peer, order.op_id, keys, now_s)
                 return Blocks(order.op_id, KvStatus.FULL, answer, detail), attached
-            key = key_of(item.hash, item.kind)
-            fetched = self._tiers.get(key, mapped=mapped)
+            fetched = self._tiers.get(
+                key, mapped=mapped, arrived=arrived.get(key), was_on_disk=key in came
+            )
             missing |= fetched is None
             answer.append(_describe(item, fetched))
             if fetched is not None and fetched.payload is not None:
@@ -122,8 +148,10 @@ class BlockOrders:
         self._reads.begin(peer, order.op_id, keys, now_s)
         return Blocks(order.op_id, KvStatus.MISS if missing else KvStatus.OK, answer), attached
 
-    def read(self, peer: str, order: BlocksRead) -> None:
+    def read(self, peer: str, order: BlocksRead, *, now_s: float = 0.0) -> None:
         """A reader has copied what it was shown."""
+        if (began_s := self._reads.began_s(peer, order.op_id)) is not None:
+            self._tiers.timings.observe("memory", "get", now_s - began_s)
         for index, key in self._reads.end(peer, order.op_id).items():
             self._tiers.release(key, damaged=index in order.damaged)
 

@@ -60,8 +60,12 @@ class RecordBook:
         if self._tier is None:
             return
         for stored in self._tier.items():
-            key = msgspec.msgpack.decode(stored.key, type=RecordKey)
-            expires_s = msgspec.msgpack.decode(stored.meta, type=_Meta).expires_s
+            try:
+                key = msgspec.msgpack.decode(stored.key, type=RecordKey)
+                expires_s = msgspec.msgpack.decode(stored.meta, type=_Meta).expires_s
+            except (msgspec.DecodeError, UnicodeDecodeError):  # a record, but none of ours
+                self._tier.drop(stored.key)
+                continue
             data = self._tier.read(stored.key) if expires_s > now_s else None
             if data is None:
                 self._tier.drop(stored.key)

@@ -2,6 +2,7 @@
 
 import hmac
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from deepmesh.config import Config
 from deepmesh.health import Readiness
+from deepmesh.recorder import Desk
 from deepmesh.telemetry import Tracer
 from deepmesh.wire.inbox import Inbox
 from deepmesh.wire.messages import (
@@ -17,6 +19,7 @@ from deepmesh.wire.messages import (
     BlocksRead,
     Drain,
     DropRecord,
+    FlushStore,
     GetBlocks,
     GetRecord,
     GetStoreStats,
@@ -31,6 +34,8 @@ from deepmesh.wire.messages import (
     SharedFile,
     SharedFileSeen,
     Shutdown,
+    StoreFigures,
+    StoreFlushed,
     StoreStats,
 )
 from deepmesh.wire.sockets import Identity, LinkEvent, Listener, Mail, Peer, PeerDown, PeerUp
@@ -42,10 +47,15 @@ from .memory import NONCE_BYTES, MemoryTier, SharedFolder
 from .orders import BlockOrders
 from .record_orders import RecordOrders
 from .records import RecordBook
-from .store import HASH_BYTES
+from .shared import MAX_LISTED, SharedTier
+from .shared_asks import CameUp, Tier
+from .shared_orders import Ready, SharedOrders
+from .store import HASH_BYTES, Entry
+from .values import levels, shared_values
 
 _log = logging.getLogger(__name__)
 IDLE_S = 1.0
+LOOKUP_SHARE = 0.6  # of what a scheduler waits for a lookup, Redis may take
 EVENTS_PER_MESSAGE = 4096
 MIN_RECORD_DISK_BYTES = 1 << 20
 
@@ -80,7 +90,12 @@ class KvStoreService:
         self._shared = self._share(config) if settings.memory_bytes else None
         path = self._shared.pool_path if self._shared else None
         self._memory = MemoryTier(path, settings.memory_bytes)
-        self.tiers = BlockTiers(self._memory, blocks_disk)
+        self.tiers = BlockTiers(
+            self._memory,
+            blocks_disk,
+            ttl_s=settings.ttl_s,
+            on_kept=self._share_block if settings.redis_url else None,
+        )
         self._orders = BlockOrders(self.tiers)
         self.records = RecordBook(settings.record_bytes, record_disk)
         self.records.load(clock())
@@ -90,13 +105,30 @@ class KvStoreService:
         self._life = threading.RLock()  # a signal handler may come while this thread holds it
         self._is_open = True
         me = Identity.new("kvstore", self.name, config)
+        Desk(me, tracer)
         self.listener = Listener(config.kvstore_address(index), me, config.links, self._stats)
         self._inbox = Inbox(self.listener)
         self._ready = Readiness(config.mesh.run_dir, self.name, lambda: True)
+        self.shared: SharedTier | None = None
+        self._shared_orders: SharedOrders | None = None
+        self._num_listed = 0  # in the directory
+        if settings.redis_url:
+            self.shared = SharedTier(_redis(config), holder=self._holder(config), wake=self._wake)
+            self._shared_orders = SharedOrders(
+                self.shared,
+                self.tiers,
+                self._orders,
+                self._record_orders,
+                self._mapping,
+                lookup_s=LOOKUP_SHARE * config.scheduler.store_lookup_s,
+            )
 
     def stop(self) -> None:
         """End the loop. Safe from signal handlers and other threads."""
         self._stopping = True
+        self._wake()
+
+    def _wake(self) -> None:
         with self._life:  # not after the inbox is closed: its descriptor may be another's by then
             if self._is_open:
                 self._inbox.wake()
@@ -111,9 +143,12 @@ class KvStoreService:
         )
         try:
             while not self._stopping:
-                for event in self._inbox.wait(IDLE_S):
+                for event in self._inbox.wait(self._patience()):
                     self._on_event(event)
                 self._orders.tick(time.monotonic())
+                self._tick_shared()
+                self.tiers.expire()
+                self.tiers.take_ages()
                 self._ready.look()
                 self.records.expire(self._clock())
                 self._report_blocks()
@@ -124,6 +159,8 @@ class KvStoreService:
         """Give sockets and files back; nothing of the shared ones stays."""
         with self._life:
             self._is_open = False
+        if self.shared is not None:
+            self.shared.close()
         self._ready.close()
         self._inbox.close()
         self._memory.close()
@@ -143,6 +180,8 @@ class KvStoreService:
                 _log.warning("%s is lost: %s", peer.name, reason)
                 self._mapping.discard(peer.name)
                 self._orders.lose_peer(peer.name)
+                if self._shared_orders is not None:
+                    self._shared_orders.lose_peer(peer.name)
             case Mail():
                 self._on_mail(event)
 
@@ -154,34 +193,52 @@ class KvStoreService:
             self._send_events([peer.name], list(self.tiers.store.entries), [], first=True)
 
     def _on_mail(self, mail: Mail) -> None:
-        begin_ns, peer = time.time_ns(), mail.peer.name
+        begin_ns, peer, now_s = time.time_ns(), mail.peer.name, time.monotonic()
+        shared = self._shared_orders
         attached: list[bytes] = []
         answer: AnyMessage | None = None
         match mail.message:
             case Lookup() as order:
-                answer = self._orders.lookup(order)
-                self._trace("kv lookup", order.traceparent, mail, begin_ns, answer.num_point_blocks)
+                answer = shared.lookup(peer, order, now_s) if shared else self._orders.lookup(order)
+                num_items = answer.num_point_blocks if answer is not None else 0
+                self._trace("kv lookup", order.traceparent, mail, begin_ns, num_items)
             case GetBlocks() as order:
-                answer, attached = self._orders.get(
-                    peer, order, mapped=peer in self._mapping, now_s=time.monotonic()
+                is_mapped = peer in self._mapping
+                found = (
+                    shared.get(peer, order, now_s)
+                    if shared
+                    else self._orders.get(peer, order, mapped=is_mapped, now_s=now_s)
                 )
+                answer, attached = found or (None, [])
                 self._trace("kv get", order.traceparent, mail, begin_ns, len(order.items))
             case PutBlocks() as order:
-                answer = self._orders.put(peer, order, mail.attachments)
+                answer = self._orders.put(peer, order, mail.attachments, now_s=now_s)
                 self._trace("kv put", order.traceparent, mail, begin_ns, len(order.items))
             case Reserve() as order:
                 answer = Reserved(order.op_id, KvStatus.INVALID, [])
                 if peer in self._mapping:
-                    answer = self._orders.reserve(peer, order, time.monotonic())
+                    answer = self._orders.reserve(peer, order, now_s)
             case BlocksRead() as order:
-                self._orders.read(peer, order)
+                self._orders.read(peer, order, now_s=now_s)
             case SharedFileSeen(nonce=nonce):
                 if hmac.compare_digest(nonce, self._memory.nonce):
                     self._mapping.add(peer)
             case PutRecord() | GetRecord() | DropRecord() as order:
-                answer = self._record_orders.answer(order, self._clock())
+                answer = (
+                    shared.record(peer, order, self._clock(), now_s)
+                    if shared
+                    else self._record_orders.answer(order, self._clock())
+                )
             case GetStoreStats(op_id=op_id):
-                answer = StoreStats(op_id, self._values())
+                figures = self._figures()
+                answer = StoreStats(op_id, figures.values, figures.histograms, self._holders())
+            case FlushStore() as order if mail.peer.service == "operator":
+                _log.warning("%s flushes all blocks", peer)
+                answer = (
+                    shared.flush(peer, order, now_s)
+                    if shared
+                    else StoreFlushed(order.op_id, KvStatus.OK, self.tiers.flush())
+                )
             case Drain() | Shutdown():
                 self._stopping = True
             case message:
@@ -201,6 +258,8 @@ class KvStoreService:
 
     def _report_blocks(self) -> None:
         added, dropped = self.tiers.store.take_events()
+        if self.shared is not None and (added or dropped):
+            self._list(added, dropped)
         routers = [name for name, peer in self.listener.peers.items() if peer.service == "router"]
         if routers and (added or dropped):
             self._send_events(routers, added, dropped)
@@ -214,24 +273,64 @@ class KvStoreService:
             for router in routers:
                 self.listener.send(router, message)
 
-    def _values(self) -> list[tuple[str, int]]:
-        store = self.tiers.store
-        levels = {
-            "memory_bytes": store.memory.used,
-            "memory_held_bytes": store.memory.held_bytes,
-            "memory_items": len(store.memory),
-            "disk_bytes": store.disk.used,
-            "disk_items": len(store.disk),
-            "disk_file_bytes": sum(disk.num_bytes for disk in self._disks),
-            "records": len(self.records),
-            "record_bytes": self.records.num_bytes,
-            "open_transfers": self._orders.num_open,
-            "disk_damaged": sum(disk.counters["damaged"] for disk in self._disks),
+    def _figures(self) -> StoreFigures:
+        values = {
+            **levels(self.tiers, self._disks, self.records),
+            "open_transfers": self._num_open(),
+            **(shared_values(self.shared) if self.shared is not None else {}),
         }
-        return sorted({**self.tiers.counters, **levels}.items())
+        histograms = [*self.tiers.timings.report(), *self.tiers.ages.report()]
+        if self.shared is not None:
+            histograms += self.shared.timings.report()
+        return StoreFigures(self.name, sorted(values.items()), histograms)
+
+    def _holders(self) -> list[tuple[str, int]]:
+        return [(each.name, each.num_items) for each in self.shared.holders] if self.shared else []
+
+    def _num_open(self) -> int:
+        waiting = self._shared_orders.num_open if self._shared_orders is not None else 0
+        return self._orders.num_open + waiting
 
     def _stats(self) -> ServiceStats:
-        return ServiceStats(ready=True, requests=self._orders.num_open)
+        return ServiceStats(ready=True, requests=self._num_open(), stores=[self._figures()])
+
+    # ------------------------------------------------------------ the shared tier
+
+    def _patience(self) -> float:
+        if self._shared_orders is None:
+            return IDLE_S
+        return min(IDLE_S, self._shared_orders.patience(time.monotonic()))
+
+    def _tick_shared(self) -> None:
+        if self.shared is None or self._shared_orders is None:
+            return
+        answers = self.shared.poll()
+        if any(isinstance(answer, CameUp) for answer in answers):
+            self._num_listed = 0
+            self._list(list(self.tiers.store.entries), [])
+        now_s, wall_s = time.monotonic(), self._clock()
+        for ready in self._shared_orders.take(answers, now_s, wall_s):
+            self._send_ready(ready)
+        for ready in self._shared_orders.tick(now_s, wall_s):
+            self._send_ready(ready)
+
+    def _send_ready(self, ready: Ready) -> None:
+        self.listener.send(ready.peer, ready.message, ready.attachments)
+
+    def _list(self, added: list[Key], dropped: list[Key]) -> None:
+        """Tell the directory, as far as it takes them."""
+        assert self.shared is not None
+        room = max(0, MAX_LISTED - self._num_listed)
+        self.shared.list_held(added[:room], dropped)
+        self._num_listed = max(0, self._num_listed + len(added[:room]) - len(dropped))
+
+    def _share_block(self, key: Key, entry: Entry, payload: bytes | memoryview) -> None:
+        if self.shared is not None:
+            self.shared.put(key, entry, payload)
+
+    def _holder(self, config: Config) -> str:
+        """How the directory names this kvstore: meshes of several hosts may share it."""
+        return f"{socket.gethostname()}:{config.mesh.run_dir}/{self.name}"
 
     # ------------------------------------------------------------ opening
 
@@ -245,6 +344,19 @@ class KvStoreService:
             _log.info("no shared files: blocks travel in messages")
             return None
         return SharedFolder(folder, self.name)
+
+
+def _redis(config: Config) -> Tier:
+    from .redis_tier import RedisTier  # the client takes a third of the start: only who uses it
+
+    settings = config.kvstore
+    return RedisTier(
+        settings.redis_url,
+        prefix=settings.redis_prefix,
+        max_bytes=settings.redis_max_bytes,
+        record_bytes=settings.record_bytes,
+        ttl_s=settings.redis_ttl_s,
+    )
 
 
 def _items(keys: list[Key]) -> list[KvItem]:

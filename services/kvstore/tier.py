@@ -1,6 +1,6 @@
 """What a tier below memory offers: the disk here, a shared one later."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 
@@ -36,8 +36,19 @@ class ColdTier(Protocol):
         """
         ...
 
+    def expect(self, keys: Sequence[bytes]) -> None:
+        """These will be read soon; what is not there is left out."""
+        ...
+
     def read(self, key: bytes) -> bytes | None:
         """The payload; None when it is not there or damaged (and then it is forgotten)."""
+        ...
+
+    def read_into(self, places: Mapping[bytes, list[memoryview]]) -> set[bytes]:
+        """Payloads to where they belong: views as long as the payload together.
+
+        Returns those that are there now; what is damaged is forgotten.
+        """
         ...
 
     def drop(self, key: bytes) -> None:

@@ -34,6 +34,11 @@ class Transfers:
         """Whether this op_id is in use."""
         return (peer, op_id) in self._open
 
+    def began_s(self, peer: str, op_id: int) -> float | None:
+        """When an open transfer began."""
+        transfer = self._open.get((peer, op_id))
+        return transfer.deadline_s - self._ttl_s if transfer is not None else None
+
     def end(self, peer: str, op_id: int) -> Keys:
         """What it was allowed, once; nothing when it is unknown or over its deadline."""
         transfer = self._open.pop((peer, op_id), None)

@@ -19,7 +19,7 @@ def main() -> int:
         config = load_config(arguments.config)
         if not config.router_address:
             raise ConfigError("router.count is 0: set it to 1, or router.address")
-        log.setup("router-0", config.mesh.log_level)
+        log.setup("router-0", config.mesh.log_level, config.mesh.log_format)
         Path(config.mesh.run_dir).mkdir(parents=True, exist_ok=True, mode=0o700)
         tracer = telemetry.setup("router", "router-0", config)
         service = RouterService(config, tracer=tracer)

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from deepmesh.wire.messages import AckRow, ErrorCode, Failed, Generate, Rid, ServiceStats
-from services.router.policy import Candidate, choose
-from services.router.prefixes import PrefixSketch, prefix_chain
+from services.router.replicas import Replicas, Route
 
 MAX_WAITING = 4096  # requests without a replica
 MAX_KEPT_BYTES = 256 << 20  # of messages that no scheduler has accepted yet
@@ -17,6 +18,7 @@ class Send(NamedTuple):
 
     name: str
     message: Generate | Failed
+    route: Route | None = None  # of a request that was placed now
 
 
 @dataclass(eq=False)
@@ -26,30 +28,25 @@ class Placed:
     tokenizer: str
     attempt: int
     message: Generate | None  # kept until a scheduler has accepted it
-    replica: str = ""  # empty: waits
+    route: Route | None = None  # none: waits
     sends: int = 0  # to this replica
+    is_accepted: bool = False  # by the replica
 
-
-@dataclass(eq=False)
-class Replica:
-    """A scheduler whose link is up."""
-
-    is_open: bool = False  # ready, not draining
-    num_placed: int = 0  # our requests there now
-    num_others: int = 0  # further ones, as of its last heartbeat
+    @property
+    def replica(self) -> str:
+        """Where it is; empty: waits."""
+        return self.route.replica if self.route is not None else ""
 
 
 class Placements:
-    """Each method is one event and returns what to send."""
+    """Each method is one event at `now` (s, any clock) and returns what to send."""
 
-    def __init__(self, max_requests: int) -> None:
-        self._max_requests = max_requests  # that a replica may have
-        self._replicas: dict[str, Replica] = {}
+    def __init__(self, max_requests: int, max_rows: int, *, is_aware: bool = True) -> None:
+        """As `Replicas` has them."""
+        self.replicas = Replicas(max_requests, max_rows, is_aware=is_aware)
         self._placed: dict[Rid, Placed] = {}
         self._waiting: dict[Rid, Placed] = {}  # oldest first
-        self._sketch = PrefixSketch()
         self.kept_bytes = 0
-        self._turn = 0
 
     @property
     def num_requests(self) -> int:
@@ -57,21 +54,13 @@ class Placements:
         return len(self._placed)
 
     @property
-    def is_ready(self) -> bool:
-        """Whether a request would go out at once."""
-        return any(replica.is_open for replica in self._replicas.values())
-
-    def is_open(self, name: str) -> bool:
-        """Whether a replica takes requests."""
-        return name in self._replicas and self._replicas[name].is_open
-
-    def loads(self) -> dict[str, int]:
-        """Requests at each replica, as far as we know."""
-        return {name: r.num_placed + r.num_others for name, r in self._replicas.items()}
+    def num_waiting(self) -> int:
+        """Those without a replica."""
+        return len(self._waiting)
 
     # ------------------------------------------------------------ tokenizers
 
-    def generate(self, tokenizer: str, message: Generate) -> list[Send]:
+    def generate(self, tokenizer: str, message: Generate, now: float) -> list[Send]:
         """Send a new request to a replica; one sent again goes where it went before."""
         known = self._placed.get(message.rid)
         if known is not None and message.attempt < known.attempt:
@@ -79,81 +68,68 @@ class Placements:
         if known is not None and message.attempt == known.attempt:
             known.tokenizer = tokenizer
             self._keep(known, message)
-            if 0 < known.sends < MAX_SENDS:
+            if known.route is not None and known.sends < MAX_SENDS:
                 known.sends += 1
-                return [Send(known.replica, message)]
-            if known.sends == 0:
-                return self._place(known, message)
+                return [Send(known.replica, _routed(message, known.route))]
+            if known.route is None:
+                return self._place(known, message, now)
         avoid = known.replica if known is not None else ""  # it was silent there, or refused
-        self._forget(message.rid)
+        self._forget(message.rid, now)
         placed = self._placed[message.rid] = Placed(tokenizer, message.attempt, None)
         self._keep(placed, message)
-        return self._place(placed, message, avoid)
+        return self._place(placed, message, now, avoid)
 
-    def ack(self, rows: list[AckRow]) -> None:
-        """A scheduler has the request, or it is over."""
+    def ack(self, rows: list[AckRow], now: float) -> list[Send]:
+        """A scheduler has the request, or it is over: then one that waits may have its place."""
         for row in rows:
             placed = self._placed.get(row.rid)
             if placed is None:
                 continue
             self._let_go(placed)
+            self._accept(placed)
+            if row.done and placed.route is not None:
+                self.replicas.outputs.ended(row.pos)
             if row.done or row.rid in self._waiting:  # waiting here: found at a scheduler before
-                self._forget(row.rid)
+                self._forget(row.rid, now)
+        return self._place_waiting(now) if any(row.done for row in rows) else []
 
-    def tokenizer_down(self, name: str) -> None:
+    def tokenizer_down(self, name: str, now: float) -> None:
         """Another tokenizer asks the schedulers for its requests, or sends them again."""
         for rid in [rid for rid, placed in self._placed.items() if placed.tokenizer == name]:
-            self._forget(rid)
+            self._forget(rid, now)
 
     # ------------------------------------------------------------ replicas
 
-    def replica_up(self, name: str) -> None:
-        """Whether it takes requests is known with its first heartbeat."""
-        self._replicas[name] = Replica()
-
-    def heartbeat(self, name: str, stats: ServiceStats) -> list[Send]:
+    def heartbeat(self, name: str, stats: ServiceStats, now: float) -> list[Send]:
         """The state of a replica; requests that wait may go there."""
-        replica = self._replicas.setdefault(name, Replica())
-        replica.is_open = any(state.ready and not state.draining for state in stats.replicas)
-        replica.num_others = max(0, stats.requests - replica.num_placed)
-        return self._place_waiting()
+        self.replicas.heard(name, stats, now)
+        return self._place_waiting(now)
 
-    def replica_down(self, name: str) -> list[Send]:
+    def replica_down(self, name: str, now: float) -> list[Send]:
         """What it had not accepted goes elsewhere; the rest its tokenizers send again."""
-        self._replicas.pop(name, None)
-        self._sketch.lost(name)
+        self.replicas.down(name)
         lost = [(rid, p) for rid, p in self._placed.items() if p.replica == name]
         sends: list[Send] = []
         for rid, placed in lost:
-            placed.replica, placed.sends = "", 0
+            placed.route, placed.sends, placed.is_accepted = None, 0, False
             if placed.message is None:
                 del self._placed[rid]
             else:
-                sends += self._place(placed, placed.message)
+                sends += self._place(placed, placed.message, now)
         return sends
 
     # ------------------------------------------------------------ inside
 
-    def _place(self, placed: Placed, message: Generate, avoid: str = "") -> list[Send]:
-        chain = prefix_chain(message)
-        ready = [
-            Candidate(name, load, self._sketch.known_tokens(chain, name))
-            for name, load in self.loads().items()
-            if self._replicas[name].is_open
-        ]
-        free = [candidate for candidate in ready if candidate.load < self._max_requests]
-        candidates = [candidate for candidate in free if candidate.name != avoid] or free
-        if candidates:
-            placed.replica = choose(candidates, self._turn, len(message.prompt_ids) // 4)
-            self._sketch.note(chain, placed.replica)
-            placed.sends = 1
-            self._turn += 1
-            self._replicas[placed.replica].num_placed += 1
+    def _place(self, placed: Placed, message: Generate, now: float, avoid: str = "") -> list[Send]:
+        route = self.replicas.route(message, avoid, now)
+        if route is not None:
+            placed.route, placed.sends, placed.is_accepted = route, 1, False
             self._waiting.pop(message.rid, None)
-            return [Send(placed.replica, message)]
-        if ready or len(self._waiting) >= MAX_WAITING or placed.message is None:
-            self._forget(message.rid)
-            what = "every replica is full" if ready else "too many requests wait for a replica"
+            return [Send(route.replica, _routed(message, route), route)]
+        is_full = self.replicas.is_ready and not self.replicas.awaits_one(now)
+        if is_full or len(self._waiting) >= MAX_WAITING or placed.message is None:
+            self._forget(message.rid, now)
+            what = "every replica is full" if is_full else "too many requests wait for a replica"
             failed = Failed(
                 message.rid, ErrorCode.OVERLOADED, f"{what}; try again later", retry_after_s=2.0
             )
@@ -161,11 +137,14 @@ class Placements:
         self._waiting[message.rid] = placed
         return []
 
-    def _place_waiting(self) -> list[Send]:
+    def _place_waiting(self, now: float) -> list[Send]:
+        """Oldest first, until one finds no place."""
         sends: list[Send] = []
-        for placed in list(self._waiting.values()) if self.is_ready else []:
+        for rid, placed in list(self._waiting.items()) if self.replicas.is_ready else []:
             assert placed.message is not None
-            sends += self._place(placed, placed.message)
+            sends += self._place(placed, placed.message, now)
+            if rid in self._waiting:
+                break
         return sends
 
     def _keep(self, placed: Placed, message: Generate) -> None:
@@ -179,15 +158,28 @@ class Placements:
             self.kept_bytes -= _size(placed.message)
             placed.message = None
 
-    def _forget(self, rid: Rid) -> None:
+    def _accept(self, placed: Placed) -> None:
+        load = self.replicas.load(placed.replica)
+        if load is not None and placed.route is not None and not placed.is_accepted:
+            load.accepted(placed.route.work)
+        placed.is_accepted = True
+
+    def _forget(self, rid: Rid, now: float) -> None:
         placed = self._placed.pop(rid, None)
         self._waiting.pop(rid, None)
         if placed is None:
             return
         self._let_go(placed)
-        replica = self._replicas.get(placed.replica)
-        if replica is not None:
-            replica.num_placed -= 1
+        load = self.replicas.load(placed.replica)
+        if load is not None and placed.route is not None:
+            load.end(placed.route.work, now, was_accepted=placed.is_accepted)
+
+
+def _routed(message: Generate, route: Route) -> Generate:
+    """The message as its replica gets it; who computes the prompt is for the router to say."""
+    if message.prefill_at == route.prefill_at:
+        return message
+    return replace(message, prefill_at=route.prefill_at)
 
 
 def _size(message: Generate) -> int:

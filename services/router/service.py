@@ -5,18 +5,31 @@ import time
 
 from deepmesh.config import Config
 from deepmesh.health import Readiness
+from deepmesh.recorder import Desk
 from deepmesh.telemetry import SPAN_HOP, SPAN_ROUTE, Tracer
 from deepmesh.wire.inbox import Inbox
-from deepmesh.wire.messages import Ack, Drain, Failed, Generate, Rid, ServiceStats, Shutdown
+from deepmesh.wire.messages import (
+    Ack,
+    BlockEvents,
+    Drain,
+    Failed,
+    Generate,
+    PrefixEvents,
+    Rid,
+    ServiceStats,
+    Shutdown,
+)
 from deepmesh.wire.sockets import Dialer, Identity, LinkEvent, Listener, Mail, PeerDown, PeerUp
 from services.router.placements import Placements, Send
+from services.router.replicas import Route
+from services.router.stats import attributes, service_stats
 
 TICK_S = 0.1  # how soon a heartbeat is looked at
 _log = logging.getLogger(__name__)
 
 
 class RouterService:
-    """One router process: tokenizers dial in, schedulers are dialled.
+    """One router process: tokenizers dial in, schedulers and kvstores are dialled.
 
     Only `Generate` passes: tokens, ends, aborts go directly between scheduler and tokenizer, so
     a router that dies delays what it has not placed yet, and nothing else.
@@ -24,20 +37,31 @@ class RouterService:
 
     def __init__(self, config: Config, *, tracer: Tracer) -> None:
         me = Identity.new("router", "router-0", config)
+        Desk(me, tracer)
         self._name = me.name
         self._tracer = tracer
-        self.placements = Placements(config.scheduler.max_rows + config.scheduler.max_waiting)
+        self.placements = Placements(
+            config.scheduler.max_rows + config.scheduler.max_waiting,
+            config.scheduler.max_rows,
+            is_aware=config.router.policy == "aware",
+        )
         self.listener = Listener(config.router_address, me, config.links, self._stats)
         self._dialers = [
             Dialer(config.scheduler_address(index), me, config.links)
             for index in range(config.scheduler.count)
         ]
+        stores = [
+            Dialer(config.kvstore_address(index), me, config.links)
+            for index in range(config.kvstore.count)
+        ]
         self._by_name: dict[str, Dialer] = {}
         self._seen: dict[str, ServiceStats] = {}  # last heartbeat that was looked at
         self._arrived_ns: dict[Rid, int] = {}  # of traced requests that wait
-        self._inbox = Inbox(self.listener, *self._dialers)
+        self._inbox = Inbox(self.listener, *self._dialers, *stores)
         self._stopping = False
-        self._ready = Readiness(config.mesh.run_dir, me.name, lambda: self.placements.is_ready)
+        self._ready = Readiness(
+            config.mesh.run_dir, me.name, lambda: self.placements.replicas.is_ready
+        )
 
     def stop(self) -> None:
         """End now: what waits here is sent again by its tokenizers. Safe from signal handlers."""
@@ -68,26 +92,36 @@ class RouterService:
                     for dialer in self._dialers:
                         if dialer.peer is peer:
                             self._by_name[peer.name] = dialer
-                    self.placements.replica_up(peer.name)
+                    self.placements.replicas.up(peer.name)
             case PeerDown(peer, reason):
                 _log.warning("%s is lost: %s", peer.name, reason)
-                if peer.service == "scheduler":
-                    self._seen.pop(peer.name, None)
-                    self._send(self.placements.replica_down(peer.name))
-                else:
-                    self.placements.tokenizer_down(peer.name)
+                self._lost(peer.service, peer.name)
             case Mail():
                 self._mail(event)
+
+    def _lost(self, service: str, name: str) -> None:
+        match service:
+            case "scheduler":
+                self._seen.pop(name, None)
+                self._send(self.placements.replica_down(name, time.monotonic()))
+            case "kvstore":
+                self.placements.replicas.store_down(name)
+            case _:
+                self.placements.tokenizer_down(name, time.monotonic())
 
     def _mail(self, mail: Mail) -> None:
         match mail.message:
             case Generate() as generate:
                 self._hop(mail, generate)
-                self._send(self.placements.generate(mail.peer.name, generate))
+                self._send(self.placements.generate(mail.peer.name, generate, time.monotonic()))
             case Ack(rows=rows):
                 for row in rows:
                     self._arrived_ns.pop(row.rid, None)
-                self.placements.ack(rows)
+                self._send(self.placements.ack(rows, time.monotonic()))
+            case PrefixEvents() as events:
+                self.placements.replicas.prefixes(mail.peer.name, events)
+            case BlockEvents() as events:
+                self.placements.replicas.blocks(mail.peer.name, events)
             case Drain() | Shutdown():
                 self.stop()
             case message:
@@ -99,10 +133,10 @@ class RouterService:
             if peer is None or peer.name != name or self._seen.get(name) is peer.stats:
                 continue
             self._seen[name] = peer.stats
-            self._send(self.placements.heartbeat(name, peer.stats))
+            self._send(self.placements.heartbeat(name, peer.stats, time.monotonic()))
 
     def _send(self, sends: list[Send]) -> None:
-        for name, message in sends:
+        for name, message, route in sends:
             if isinstance(message, Failed):
                 _log.warning("%s refused: %s", message.rid.hex()[:12], message.detail)
                 self._arrived_ns.pop(message.rid, None)
@@ -110,26 +144,26 @@ class RouterService:
                 continue
             _log.debug("%s -> %s", message.rid.hex()[:12], name)
             self._by_name[name].send(message)  # False: PeerDown follows and moves it
-            self._routed(name, message)
+            if route is not None:
+                self._routed(message, route)
 
     # ------------------------------------------------------------ traces and stats
 
     def _hop(self, mail: Mail, generate: Generate) -> None:
         if generate.traceparent:
             self._arrived_ns.setdefault(generate.rid, mail.received_ns)
-            attributes: dict[str, str | int | float | bool] = {
+            found: dict[str, str | int | float | bool] = {
                 "message": "Generate",
                 "from": mail.peer.name,
             }
             parent = generate.traceparent
-            self._tracer.record(SPAN_HOP, parent, mail.sent_ns, mail.received_ns, attributes)
+            self._tracer.record(SPAN_HOP, parent, mail.sent_ns, mail.received_ns, found)
 
-    def _routed(self, replica: str, message: Generate) -> None:
+    def _routed(self, message: Generate, route: Route) -> None:
         arrived_ns = self._arrived_ns.pop(message.rid, 0)
         if arrived_ns:
-            parent = message.traceparent
-            attributes: dict[str, str | int | float | bool] = {"replica": replica}
-            self._tracer.record(SPAN_ROUTE, parent, arrived_ns, time.time_ns(), attributes)
+            end_ns, parent = time.time_ns(), message.traceparent
+            self._tracer.record(SPAN_ROUTE, parent, arrived_ns, end_ns, attributes(route))
 
     def _stats(self) -> ServiceStats:
-        return ServiceStats(self.placements.is_ready, self.placements.num_requests)
+        return service_stats(self._name, self.placements, time.monotonic())

@@ -20,7 +20,7 @@ def main() -> int:
     name = f"scheduler-{arguments.index}"
     try:
         config = load_config(arguments.config)
-        log.setup(name, config.mesh.log_level)
+        log.setup(name, config.mesh.log_level, config.mesh.log_format)
         tracer = telemetry.setup("scheduler", name, config)
         service = SchedulerService(config, index=arguments.index, tracer=tracer)
     except (ConfigError, ValueError) as error:

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from deepmesh import garbage, log
 from deepmesh.config import Config
 from deepmesh.health import Readiness
+from deepmesh.recorder import Desk, Kind
 from deepmesh.telemetry import Tracer
 from deepmesh.wire.inbox import Inbox
 from deepmesh.wire.messages import (
@@ -19,20 +20,27 @@ from deepmesh.wire.messages import (
     Attach,
     Capacity,
     Drain,
+    ExpertsPlaced,
     Failed,
     FlushCache,
     Generate,
     GpuDone,
     GrammarsCompiled,
+    HandOff,
+    HandOffDone,
+    HandOffRefused,
+    HandOffRenew,
     Hits,
     OpDone,
     Pause,
+    PrefillFor,
     Progress,
     Resume,
     ServiceStats,
     SetLogLevel,
     Shutdown,
     StepKind,
+    StepNote,
     StepResult,
     StopAt,
 )
@@ -42,14 +50,20 @@ from deepmesh.wire.sockets import Mail as LinkMail
 from .checkup import Checkup
 from .core.events import (
     Action,
+    DecoderDown,
     Event,
     ExecutorDown,
     ExecutorUp,
+    HandedOver,
     KvstoreDown,
     KvstoreUp,
     Mail,
     Note,
+    PrefillerDown,
+    PrefillerUp,
     RequestEnded,
+    RouterDown,
+    RouterUp,
     Send,
     StepEnded,
     StepResults,
@@ -57,8 +71,12 @@ from .core.events import (
     TokenizerDown,
     TokenizerUp,
 )
+from .core.expert_orders import PlanExperts
 from .core.scheduler import Scheduler
+from .draft_costs import DraftCosts
 from .epochs import EpochLog
+from .expert_planning import ExpertPlanning
+from .steps_seen import StepsSeen
 from .traces import Traces
 
 _log = logging.getLogger(__name__)
@@ -84,6 +102,7 @@ class SchedulerService:
             ranks=config.executor.ranks,
             max_unacked=config.tokenizer.unacked_events,
             kvstores=config.kvstore.count,
+            role=config.role(index),
             first_epoch=self._epochs.first,
             encodes_rows=True,
         )
@@ -94,10 +113,23 @@ class SchedulerService:
             for index in range(config.kvstore.count)
         ]
         self._kvstore_indices: dict[str, int] = {}  # of those that are up, by name
-        self.inbox = Inbox(self.listener, *self._kvstores)
+        self._prefillers = {
+            f"scheduler-{other}": Dialer(
+                config.scheduler_address(other), me, config.links, self._stats
+            )
+            for other in config.prefillers(index)
+        }
+        self.inbox = Inbox(self.listener, *self._kvstores, *self._prefillers.values())
+        self._decoders: set[str] = set()  # keys of schedulers that have dialled in
         self._ready = Readiness(config.mesh.run_dir, self.name, lambda: self._stats().ready)
-        self._traces = Traces(tracer, self.name)
+        self._seen = StepsSeen()
+        self._traces = Traces(tracer, self.name, self._seen)
+        self._desk = Desk(me, tracer, steps=self._notes, slices=self._seen.slices)
+        self._planning = ExpertPlanning(self.inbox.wake)
         self._checkup = Checkup(self.core)
+        costs = Path(config.mesh.run_dir) / "draft-costs"
+        self._costs = DraftCosts(costs, self.name, ttl_s=config.scheduler.draft_costs_s)
+        self.core.group.drafts.learned.update(self._costs.learned())
         self._stops = self._stops_taken = 0
         self._fills = False  # a step has just left, and there is room for another behind it
         self._announced = (False, False, False)  # ready, draining, paused
@@ -120,6 +152,8 @@ class SchedulerService:
             self._say_last_words()
         finally:
             self._ready.close()
+            self._costs.keep(self.core.learned())
+            self._planning.close()  # it wakes the inbox
             self.inbox.close()
 
     # ------------------------------------------------------------ the loop
@@ -134,8 +168,10 @@ class SchedulerService:
         """
         later: list[Action] = []
         results: list[tuple[str, StepResult]] = []
+        began_ns = time.time_ns()
         for event in events:
             if isinstance(event, LinkMail) and isinstance(event.message, StepResult):
+                self._seen.result(event, event.message)
                 results.append((event.peer.name, event.message))
                 continue
             if results and not isinstance(event, LinkMail):
@@ -146,6 +182,8 @@ class SchedulerService:
                 later += self._handle(known)
         for order in self._take_orders():
             later += self._handle(Mail("", order))
+        if (planned := self._planning.take()) is not None:
+            later += self._handle(planned)
         if results:
             found = self._handle(StepResults(results))
             if self.core.group.unresolved and _brings_first(found) and not _has_sends(later):
@@ -158,19 +196,25 @@ class SchedulerService:
         num_steps = self.core.group.group_step
         later += self._handle(Tick(steps=1))
         if self.core.group.group_step > num_steps:
+            self._planned(began_ns, num_steps)
             os.sched_yield()  # to the thread that writes it to the socket
             self._fills = self.core.has_room
         else:
             self._fills = False
         for event in events:
             if isinstance(event, LinkMail):
-                self._traces.hop(event)
+                self._traces.hop(event, self._traceparent)
         for action in later:
             self._carry_out(action)
         self._epochs.note(self.core.group.engine_epoch)
         self._announce()
         self._checkup.look()
+        self._costs.look(self.core.learned)
         self._ready.look()
+
+    def _traceparent(self, rid: bytes) -> str:
+        request = self.core.registry.live.get(rid)
+        return request.generate.traceparent if request is not None else ""
 
     def _announce(self) -> None:
         """Whether it takes and runs requests is news that cannot wait for the next heartbeat."""
@@ -201,8 +245,12 @@ class SchedulerService:
                     return ExecutorUp(peer.name, _rank_of(peer.name))
                 if peer.service == "kvstore":
                     return self._kvstore_up(peer)
+                if peer.service == "scheduler":
+                    return self._scheduler_up(peer)
                 if peer.service == "operator":
                     return None  # it gives orders and owns nothing here
+                if peer.service == "router":
+                    return RouterUp(peer.name)
                 return TokenizerUp(peer.name, peer.incarnation)
             case PeerDown(peer, reason):
                 _log.warning("%s is lost: %s", peer.name, reason)
@@ -213,6 +261,10 @@ class SchedulerService:
                     return KvstoreDown(peer.name, index) if index is not None else None
                 if peer.service == "operator":
                     return None
+                if peer.service == "scheduler":
+                    return self._scheduler_down(peer)
+                if peer.service == "router":
+                    return RouterDown(peer.name)
                 return TokenizerDown(peer.name)
             case LinkMail():
                 return self._mail(event)
@@ -224,6 +276,19 @@ class SchedulerService:
                 return KvstoreUp(peer.name, index)
         _log.warning("%s dialled in; kvstores are dialled", peer.name)
         return None
+
+    def _scheduler_up(self, peer: Peer) -> PrefillerUp | None:
+        """One that computes prompts is dialled; one that dials in wants them of this one."""
+        if self.listener.peers.get(peer.name) is not peer:
+            return PrefillerUp(peer.name)
+        self._decoders.add(peer.key)
+        return None
+
+    def _scheduler_down(self, peer: Peer) -> PrefillerDown | DecoderDown:
+        if peer.key not in self._decoders:
+            return PrefillerDown(peer.name)
+        self._decoders.remove(peer.key)
+        return DecoderDown(peer.name)
 
     def _mail(self, mail: LinkMail) -> Mail | None:
         match mail.message:
@@ -239,7 +304,13 @@ class SchedulerService:
                 | Progress()
                 | OpDone()
                 | Hits()
+                | PrefillFor()
+                | HandOff()
+                | HandOffRefused()
+                | HandOffRenew()
+                | HandOffDone()
                 | GrammarsCompiled()
+                | ExpertsPlaced()
                 | Drain()
                 | FlushCache()
                 | Pause()
@@ -262,12 +333,16 @@ class SchedulerService:
                 index = self._kvstore_indices.get(peer)
                 if index is not None:
                     self._kvstores[index].send(message)
+                elif isinstance(message, PrefillFor | HandOffRenew | HandOffDone):
+                    if peer in self._prefillers:
+                        self._prefillers[peer].send(message)
                 else:  # a lost peer shows as PeerDown, which requeues
                     self.listener.send(peer, message)
             case Note(level, text, fields):
                 line = " ".join([text, *(f"{key}={value}" for key, value in fields.items())])
                 _log.log(_LEVELS.get(level, logging.ERROR), "%s", line)
             case RequestEnded():
+                self._seen.request(action)
                 self._traces.request(action)
                 _log.info(
                     "%s %s prompt=%d cached=%d output=%d preempted=%d %s",
@@ -278,9 +353,15 @@ class SchedulerService:
                     action.output_tokens,
                     action.preemptions,
                     action.detail,
+                    extra=log.about(action.rid, action.traceparent),
                 )
+            case HandedOver():
+                self._traces.handed_over(action)
             case StepEnded():
+                self._seen.step(action, is_busy=bool(self.core.registry.live))
                 self._traces.step(action)
+            case PlanExperts():
+                self._planning.start(action)
 
     def _note_answer(self, peer: str, message: Accepted | Failed) -> None:
         """In the log at debug: whether a request is taken; its end is there at info."""
@@ -297,8 +378,24 @@ class SchedulerService:
         while self.core.registry.ended and (left := deadline - time.monotonic()) > 0:
             self.turn(self.inbox.wait(left))
 
+    def _planned(self, began_ns: int, before: int) -> None:
+        """A turn has planned steps: what it took, mail and results included."""
+        now_ns = time.time_ns()
+        self._seen.plan_ns += now_ns - began_ns
+        step = self.core.group.group_step
+        self._desk.recorder.add((Kind.PLAN, step, began_ns, now_ns, step - before))
+
+    def _notes(self, since_ns: int) -> list[StepNote]:
+        live = {request.rid: rid for rid, request in self.core.registry.live.items()}
+        return self._seen.notes(since_ns, live)
+
     def _stats(self) -> ServiceStats:
-        stats = replace(self.core.stats(), failed_audits=self._checkup.num_failed)
+        stats = replace(
+            self.core.stats(),
+            failed_audits=self._checkup.num_failed,
+            step_totals=self._seen.totals(),
+            devices=[work for peer in self.listener.peers.values() if (work := peer.stats.work)],
+        )
         return ServiceStats(
             ready=stats.ready, requests=stats.waiting + stats.running, replicas=[stats]
         )

@@ -1,96 +1,69 @@
-"""Spans of the scheduler: what a request waited for, and each group step as its own trace."""
+"""Spans of the scheduler: what a request waited for, and the group steps that its spans name."""
 
 import time
 from collections import OrderedDict
+from collections.abc import Callable, Iterable
 
 from deepmesh.telemetry import (
     SPAN_DECODE,
     SPAN_FORWARD,
+    SPAN_HAND_OVER,
     SPAN_HOP,
     SPAN_PREFILL,
     SPAN_QUEUE,
     SPAN_STEP,
     Tracer,
     Value,
-    is_sampled,
 )
-from deepmesh.wire.messages import Generate, StepResult
+from deepmesh.wire.messages import Generate, HandOff, PrefillFor
 from deepmesh.wire.sockets import Mail
 
-from .core.events import RequestEnded, StepEnded
-from .core.group import group_step_of
+from .core.events import HandedOver, RequestEnded, StepEnded
+from .steps_seen import SeenStep, StepsSeen
 
-KEPT_STEPS = 20_000  # step lengths kept to name a request's slowest
+KEPT_LENGTHS = 20_000  # steps, to name a request's slowest
 NUM_SLOWEST = 5
-MAX_HOPS = 256  # steps whose results wait for their end
 
 
 class Traces:
-    """Turns the core's reports into spans; unsampled requests cost nothing."""
+    """Turns the core's reports into spans; unsampled requests cost next to nothing.
 
-    def __init__(self, tracer: Tracer, name: str) -> None:
+    A group step is a trace of its own. It is exported when a traced request ends that names it:
+    a span a step would be a span a token for a stream that runs alone.
+    """
+
+    def __init__(self, tracer: Tracer, name: str, seen: StepsSeen) -> None:
         """`name`: of the scheduler, a part of the names of its steps."""
-        self._tracer, self._name = tracer, name
+        self._tracer, self._name, self._seen = tracer, name, seen
         self._lengths: OrderedDict[int, int] = OrderedDict()  # group step -> ns
         self._base = 0  # step id minus number, in the present engine epoch
-        self._hops: dict[int, list[tuple[Mail, StepResult]]] = {}  # unresolved, sampled steps
-        self._sampled = (0, False)  # the last step that was asked about
+        self._last = 0  # group step that ended
+        self._due: set[int] = set()  # steps to export once they have ended
 
-    def hop(self, mail: Mail) -> None:
-        """The way of a message over the wire."""
+    def hop(self, mail: Mail, traceparent_of: Callable[[bytes], str]) -> None:
+        """The way of a message over the wire; `traceparent_of` a live request, by its id."""
         match mail.message:
-            case Generate(traceparent=parent) if parent:
-                attributes: dict[str, Value] = {
-                    "message": "Generate",
-                    "from": mail.peer.name,
-                }
-                self._tracer.record(SPAN_HOP, parent, mail.sent_ns, mail.received_ns, attributes)
-            case StepResult() as result if self._is_sampled(result.step_id):
-                step = group_step_of(result.step_id)
-                if len(self._hops) > MAX_HOPS:
-                    self._hops.clear()  # late results of abandoned steps
-                self._hops.setdefault(step, []).append((mail, result))
+            case Generate(traceparent=parent) | PrefillFor(traceparent=parent):
+                pass
+            case HandOff(rid=rid):
+                parent = traceparent_of(rid)
             case _:
                 return
-
-    def _is_sampled(self, step_id: int) -> bool:
-        """Whether a step is traced: known from its id, so that the others cost nothing a rank."""
-        if self._sampled[0] != step_id:
-            own = self._tracer.step_traceparent(self._name, step_id)
-            self._sampled = (step_id, is_sampled(own))
-        return self._sampled[1]
+        if parent:
+            name = type(mail.message).__name__
+            attributes: dict[str, Value] = {"message": name, "from": mail.peer.name}
+            self._tracer.record(SPAN_HOP, parent, mail.sent_ns, mail.received_ns, attributes)
 
     def step(self, step: StepEnded) -> None:
-        """A group step: submitted to the last rank's result, with its forwards and hops."""
-        own = self._tracer.step_traceparent(self._name, step.step_id)
-        if is_sampled(own):
-            attributes: dict[str, Value] = {
-                "step": step.group_step,
-                "kind": step.kind.name,
-                "rows": step.num_rows,
-                "tokens": step.num_tokens,
-                "first_result_ms": max(0, step.ready_ns - step.planned_ns) / 1e6,
-                "last_rank": step.last_rank,
-            }
-            stamps = (step.planned_ns, step.applied_ns)
-            self._tracer.emit(own, SPAN_STEP, "", stamps, attributes, error=step.error)
+        """All ranks have answered a group step, or it was abandoned."""
         self._base = step.step_id - step.group_step
-        for mail, result in self._hops.pop(step.group_step, []):
-            self._rank(own, step, mail, result)
         self._lengths[step.group_step] = step.applied_ns - step.planned_ns
-        while len(self._lengths) > KEPT_STEPS:
+        if len(self._lengths) > KEPT_LENGTHS:
             self._lengths.popitem(last=False)
-
-    def _rank(self, own: str, step: StepEnded, mail: Mail, result: StepResult) -> None:
-        """One rank's part of a group step: the way there, the forward, the way back."""
-        times, executor = result.times, mail.peer.name
-        if times.begin_ns:
-            submit = {"rank": result.rank, "message": "SubmitStep", "to": executor}
-            self._tracer.record(SPAN_HOP, own, step.planned_ns, times.received_ns, submit)
-            forward = {"rank": result.rank}
-            self._tracer.record(SPAN_FORWARD, own, times.begin_ns, times.end_ns, forward)
-        back = {"rank": result.rank, "message": "StepResult", "from": executor}
-        self._tracer.record(SPAN_HOP, own, mail.sent_ns, mail.received_ns, back)
+        self._last = step.group_step
+        if step.group_step in self._due:  # a request ends before its last step does
+            self._due.remove(step.group_step)
+            self._export([step.group_step])
 
     def request(self, ended: RequestEnded) -> None:
         """Queue, prefill and decode of a request, as far as it came."""
@@ -120,15 +93,29 @@ class Traces:
         if ended.first_token_ns:
             self._decode(ended, parent, error)
 
+    def handed_over(self, action: HandedOver) -> None:
+        """A prompt that another group computed was loaded, or failed to be."""
+        if not action.traceparent:
+            return
+        attributes: dict[str, Value] = {
+            "from": action.peer,
+            "tokens": action.num_tokens,
+            "bytes": action.num_bytes,
+            "offered_ms": max(0, action.offered_ns - action.asked_ns) / 1e6,
+        }
+        error = "" if action.num_bytes else "not loaded: computed here"
+        stamps = (action.asked_ns, action.ended_ns)
+        self._tracer.record(SPAN_HAND_OVER, action.traceparent, *stamps, attributes, error=error)
+
     def _decode(self, ended: RequestEnded, parent: str, error: str) -> None:
-        """The span that links to the request's first, last and slowest group steps.
+        """The span that links to the request's first, last and slowest group step.
 
         It lasts until now: the last result has been applied, and the end is on its way.
         """
         steps = range(ended.first_step, ended.last_step + 1)
         lengths = {step: self._lengths[step] for step in steps if step in self._lengths}
         slowest = sorted(lengths, key=lambda step: (-lengths[step], step))[:NUM_SLOWEST]
-        named = dict.fromkeys((ended.first_step, ended.last_step, *slowest))
+        named = dict.fromkeys((ended.first_step, ended.last_step, *slowest[:1]))
         attributes: dict[str, Value] = {
             "output_tokens": ended.output_tokens,
             "preemptions": ended.preemptions,
@@ -140,7 +127,7 @@ class Traces:
                 f"{step} ({lengths[step] / 1e6:.1f} ms)" for step in slowest
             ),
         }
-        self._tracer.record(
+        own = self._tracer.record(
             SPAN_DECODE,
             parent,
             ended.first_token_ns,
@@ -149,3 +136,39 @@ class Traces:
             links=[self._tracer.step_traceparent(self._name, self._base + n) for n in named],
             error=error,
         )
+        if self._tracer.is_exported(own):
+            self._export(named)
+
+    def _export(self, steps: Iterable[int]) -> None:
+        """Steps that are not known any more have no trace."""
+        for number in steps:
+            seen = self._seen.get(number)
+            if seen is None and number > self._last:
+                self._due.add(number)
+            elif seen is not None and not seen.is_exported:
+                seen.is_exported = True
+                self._export_step(seen)
+
+    def _export_step(self, seen: SeenStep) -> None:
+        """A group step: submitted to the last rank's result, with its forwards and hops."""
+        step = seen.ended
+        own = self._tracer.step_traceparent(self._name, step.step_id)
+        attributes: dict[str, Value] = {
+            "step": step.group_step,
+            "kind": step.kind.name,
+            "rows": step.num_rows,
+            "tokens": step.num_tokens,
+            "first_result_ms": max(0, step.ready_ns - step.planned_ns) / 1e6,
+            "last_rank": step.last_rank,
+            **({"placement": step.placement} if step.placement else {}),
+        }
+        stamps = (step.planned_ns, step.applied_ns)
+        self._tracer.emit(own, SPAN_STEP, "", stamps, attributes, error=step.error)
+        for rank in seen.ranks:
+            if rank.begin_ns:
+                submit = {"rank": rank.rank, "message": "SubmitStep", "to": rank.executor}
+                self._tracer.record(SPAN_HOP, own, step.planned_ns, rank.submitted_ns, submit)
+                forward = {"rank": rank.rank}
+                self._tracer.record(SPAN_FORWARD, own, rank.begin_ns, rank.end_ns, forward)
+            back = {"rank": rank.rank, "message": "StepResult", "from": rank.executor}
+            self._tracer.record(SPAN_HOP, own, rank.sent_ns, rank.received_ns, back)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import uvloop
 
-from deepmesh import garbage, log, telemetry
+from deepmesh import garbage, grammar_judge, log, telemetry
+from deepmesh.addresses import NoIndex, own_index
 from deepmesh.config import ConfigError, load_config
 from deepmesh.wire.keys import load_keyring
 from services.tokenizer.prepare import Preparer
@@ -21,26 +22,31 @@ def main() -> int:
     """Run one tokenizer until SIGTERM."""
     parser = argparse.ArgumentParser(prog="tokenizer", description=__doc__)
     parser.add_argument("--config", type=Path, default=None, help="mesh.toml")
-    parser.add_argument("--index", type=int, default=0, help="which tokenizer this is")
+    parser.add_argument(
+        "--index", default="0", help="which tokenizer this is, or NAME-{index} of this host"
+    )
     arguments = parser.parse_args()
-    name = f"tokenizer-{arguments.index}"
+    name = "tokenizer"
     try:
+        index = own_index(arguments.index)
+        name = f"tokenizer-{index}"
         config = load_config(arguments.config)
-        log.setup(name, config.mesh.log_level)
+        log.setup(name, config.mesh.log_level, config.mesh.log_format)
         Path(config.mesh.run_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
         load_keyring(config, "tokenizer")
         preparer = Preparer(config)
-    except (ConfigError, ModelError) as error:
+    except (NoIndex, ConfigError, ModelError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
     tracer = telemetry.setup("tokenizer", name, config)
 
     async def run() -> None:
-        service = Service(config, arguments.index, preparer, tracer)
+        service = Service(config, index, preparer, tracer)
         loop = asyncio.get_running_loop()
         for name in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(name, service.stop)
         logging.getLogger("services.tokenizer").info("listening at %s", service.address)
+        grammar_judge.start()
         garbage.settle()
         await service.run()
 

@@ -24,8 +24,17 @@ class Answer(NamedTuple):
     orders: tuple[Order, ...] = ()  # what else is to be done
 
 
-def list_models(body: bytes, names: tuple[str, ...], context: int, started_s: int) -> Answer:
-    """One shape that both SDKs read. An empty body lists; {"id": name} asks for one."""
+def list_models(
+    body: bytes,
+    names: tuple[str, ...],
+    context: int,
+    started_s: int,
+    fingerprints: tuple[str, ...] = (),
+) -> Answer:
+    """One shape that both SDKs read. An empty body lists; {"id": name} asks for one.
+
+    `fingerprints`: of the engines that serve; several while replicas change to other weights.
+    """
     wanted = parse_object(body).get("id") if body.strip() else None
     created_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started_s))
     cards = [
@@ -39,6 +48,7 @@ def list_models(body: bytes, names: tuple[str, ...], context: int, started_s: in
             "owned_by": "deepmesh",
             "root": names[0],
             "max_model_len": context,
+            "fingerprints": fingerprints,
         }
         for name in names
     ]

@@ -73,6 +73,7 @@ class Background:
         self._config = config
         self._resubmit = resubmit
         self._running: dict[str, _Running] = {}
+        self._promised: dict[str, str] = {}  # key's hash by id: in the index, not yet started
         self.followers = Followers(outbox, book, records, config, self._local)
 
     # ------------------------------------------------------------ begin
@@ -103,24 +104,49 @@ class Background:
         if refusal := self._too_many(job.submit.api_key_hash):
             self._fail(request, ErrorCode.OVERLOADED, refusal, clock)
             return
+        self._promise(request, job, clock)
 
-        def then(record: Record | None, clock: Clock) -> None:
-            if self._book.get(request.rid) is not request:
-                self._records.drop(KIND, job.id, job.submit.api_key_hash)
-            elif record is None:
-                self._fail(request, ErrorCode.DEADLINE, SILENT, clock)
-            elif record.status is not KvStatus.OK:
-                is_too_large = record.status is KvStatus.INVALID
-                code = ErrorCode.INVALID if is_too_large else ErrorCode.OVERLOADED
-                detail = f"the kvstore does not keep this response: {record.detail}"
-                self._fail(request, code, detail, clock)
+    def _promise(self, request: Request, job: Job, clock: Clock) -> None:
+        """Keep it, first in the index: whoever has been promised one finds it after any restart."""
+        owner = job.submit.api_key_hash
+
+        def keep(record: Record | None, clock: Clock) -> None:
+            if self._is_kept(request, record, clock):
+                assert job.generation.record is not None
+                data = encode(job.head, job.generation.record.items, self._note_of(job))
+                self._records.keep_then(KIND, job.id, owner, data, begin, clock)
             else:
-                self._start(request, job, clock)
-                self._answer(request, job, clock)
+                self._promised.pop(job.id, None)
+                self._write_index()
 
-        assert job.generation.record is not None
-        data = encode(job.head, job.generation.record.items, self._note_of(job))
-        self._records.keep_then(job.id, job.submit.api_key_hash, data, then, clock)
+        def begin(record: Record | None, clock: Clock) -> None:
+            is_kept = self._is_kept(request, record, clock)
+            self._promised.pop(job.id, None)
+            if is_kept:
+                if job.id not in self._running:
+                    self._start(request, job, clock)
+                self._answer(request, job, clock)
+            else:
+                self._records.drop(KIND, job.id, owner)
+                self._write_index()
+
+        self._promised[job.id] = owner
+        self._records.keep_then(INDEX_KIND, self._me, "", self._index(), keep, clock)
+
+    def _is_kept(self, request: Request, record: Record | None, clock: Clock) -> bool:
+        """Whether the request goes on, by what a kvstore said of a record; if not it is told."""
+        if self._book.get(request.rid) is not request:
+            return False
+        if record is None:
+            self._fail(request, ErrorCode.DEADLINE, SILENT, clock)
+        elif record.status is not KvStatus.OK:
+            is_too_large = record.status is KvStatus.INVALID
+            code = ErrorCode.INVALID if is_too_large else ErrorCode.OVERLOADED
+            detail = f"the kvstore does not keep this response: {record.detail}"
+            self._fail(request, code, detail, clock)
+        else:
+            return True
+        return False
 
     def _too_many(self, key: str) -> str:
         """Why there is no room for one more; empty when there is."""
@@ -234,9 +260,12 @@ class Background:
                 return
 
     def _write_index(self) -> None:
+        self._records.keep(INDEX_KIND, self._me, "", self._index())
+
+    def _index(self) -> bytes:
         """What the next instance of this process has to take up."""
-        index = [(r.id, r.request.submit.api_key_hash) for r in self._running.values()]
-        self._records.keep(INDEX_KIND, self._me, "", msgspec.json.encode(index))
+        running = [(r.id, r.request.submit.api_key_hash) for r in self._running.values()]
+        return msgspec.json.encode([*running, *self._promised.items()])
 
     def store_up(self, clock: Clock) -> None:
         """A kvstore is back, perhaps without its records; or this process has begun."""

@@ -119,6 +119,7 @@ class Book:
         assert part.whole is not None
         answer = self._open_part(part.whole, generation, part.part_index, stage=1)
         answer.output, answer.position = bytearray(part.output), part.position
+        answer.probs = part.probs
         answer.has_started, answer.cached_tokens = True, part.cached_tokens
         answer.was_accepted = True
         if last != thinking.end_id:

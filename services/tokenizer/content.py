@@ -11,6 +11,7 @@ from services.tokenizer.refusal import Refusal
 
 _NO_IMAGES = "this model does not take images"
 _NO_FILES = "files are not read; put their text into the message"
+MAX_ITEMS = 1 << 16  # messages, items of an input, tools
 _FOREIGN_PARTS = {
     "image": _NO_IMAGES,
     "image_url": _NO_IMAGES,
@@ -159,4 +160,6 @@ def _items(body: Json, name: str, *, required: bool = True) -> list[Json]:
     items = as_list(value, name)
     if required and not items:
         raise Refusal(f"`{name}` is empty.", name)
+    if len(items) > MAX_ITEMS:
+        raise Refusal(f"`{name}` has {len(items)} entries; at most {MAX_ITEMS} are read.", name)
     return [as_object(item, f"{name}[{i}]") for i, item in enumerate(items)]

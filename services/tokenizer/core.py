@@ -72,6 +72,12 @@ class Core:
         """Tokens that a request may have at present."""
         return self._upstream.schedulers.context(most)
 
+    @property
+    def fingerprints(self) -> tuple[str, ...]:
+        """Of the engines that serve."""
+        replicas = self._upstream.schedulers.replicas
+        return tuple(sorted({r.fingerprint for r in replicas if r.ready and r.fingerprint}))
+
     # ------------------------------------------------------------ gateways
 
     def gateway_mail(self, message: AnyMessage, stamps: Stamps, clock: Clock) -> None:
@@ -173,6 +179,7 @@ class Core:
 
     def store_up(self, clock: Clock) -> None:
         """A kvstore is there, or is back."""
+        self._records.again()
         self._background.store_up(clock)
 
     # ------------------------------------------------------------ router

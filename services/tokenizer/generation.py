@@ -31,6 +31,7 @@ class Generation:
     record: "Stored | None" = None  # the response is kept
     model: str = ""  # of a response that is kept
     grammar: Grammar | None = None  # that the output keeps to
+    marks: Ids = b""  # as Generate.marks
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import msgspec
 from llguidance.gbnf_to_lark import any_to_lark
 
-from deepmesh.grammars import Kind, grammar_problem, make_grammar, schema_text
+from deepmesh.grammar_judge import judge
+from deepmesh.grammars import Kind, make_grammar, schema_text
 from deepmesh.wire.messages import Grammar
 from deepmesh.wire.packed import pack_ids
 from services.tokenizer.reading import Json, as_list, as_object, as_text, boolean, is_object
@@ -122,7 +123,7 @@ def _with_format_told(body: Json, schema: str) -> Json:
 
 def _check(grammar: Grammar, param: str, schema: Json | bool | None) -> None:
     """What the engine says of it, in a sentence that names the field."""
-    problem = grammar_problem(grammar)
+    problem = judge(grammar)
     if not problem:
         return
     text = " ".join(problem.split())[:500]

@@ -5,6 +5,7 @@ from collections.abc import Collection
 
 from msgspec.structs import replace
 
+from deepmesh.fingerprint import weights_of
 from deepmesh.wire.link import Peer
 from deepmesh.wire.messages import ReplicaStats
 
@@ -44,14 +45,18 @@ class Schedulers:
         """The scheduler, if it is up."""
         return self._up.get(name)
 
-    def choose(self, refused_by: Collection[str] = ()) -> Peer | None:
-        """Ready before not ready, then the fewest requests. One that loads still queues them.
+    def choose(self, refused_by: Collection[str] = (), fingerprint: str = "") -> Peer | None:
+        """Ready before not ready, groups that answer before those that compute prompts for others,
+        then the fewest requests. One that loads still queues them.
 
         `refused_by`: names that are left out, and then those that drain, too.
+        `fingerprint`: of an engine; only those that may have the same weights.
         """
         left = [peer for peer in self._up.values() if peer.name not in refused_by]
         if refused_by:
             left = [peer for peer in left if not any(r.draining for r in peer.stats.replicas)]
+        if fingerprint:
+            left = [peer for peer in left if _may_continue(peer, fingerprint)]
         return min(left, key=self._rank, default=None)
 
     def context(self, most: int) -> int:
@@ -59,10 +64,11 @@ class Schedulers:
         known = [r.max_model_len for r in self.replicas if r.max_model_len > 0]
         return min(max(known), most) if known else most
 
-    def _rank(self, peer: Peer) -> tuple[bool, int, str]:
+    def _rank(self, peer: Peer) -> tuple[bool, bool, int, str]:
         replicas = peer.stats.replicas
+        is_helper = any(r.role == "prefill" for r in replicas)
         ready = any(r.ready and not r.draining and not self._mismatch(r) for r in replicas)
-        return not ready, self.placed[peer.name], peer.name
+        return not ready, is_helper, self.placed[peer.name], peer.name
 
     def _mismatch(self, replica: ReplicaStats) -> str:
         """Why its engine would not understand our token ids; empty if it would."""
@@ -73,3 +79,9 @@ class Schedulers:
             f"{replica.name} serves a model with vocabulary {theirs[:12]} of {replica.vocab_size} "
             f"tokens, this tokenizer has {self._vocabulary[:12]}; give both the same mesh.model"
         )
+
+
+def _may_continue(peer: Peer, fingerprint: str) -> bool:
+    """Whether it has the weights of this engine, as far as known: one that loads does not say."""
+    known = [r.fingerprint for r in peer.stats.replicas if r.fingerprint]
+    return not known or any(weights_of(each) == weights_of(fingerprint) for each in known)

@@ -11,7 +11,7 @@ import msgspec
 
 from deepmesh.config import Config
 from deepmesh.vocabulary import vocabulary_digest
-from deepmesh.wire.messages import ErrorCode, Grammar, SamplingParams, Submit
+from deepmesh.wire.messages import ErrorCode, Grammar, Ids, SamplingParams, Submit
 from deepmesh.wire.packed import pack_ids
 from services.tokenizer import answers, stored
 from services.tokenizer.answers import Answer
@@ -31,7 +31,7 @@ from services.tokenizer.sampling import Settings, check_prompt_logprobs
 from services.tokenizer.stop_text import StopText
 from services.tokenizer.store_orders import Wanted
 from services.tokenizer.text_stream import TextStream
-from services.tokenizer.vocabulary import THINK, THINK_END
+from services.tokenizer.vocabulary import THINK, THINK_END, USER
 
 PROMPT_FIELD = {
     "chat": "messages",
@@ -69,18 +69,24 @@ class Preparer:
         self.context = min(longest, self._model.max_positions)
 
     def prepare(
-        self, submit: Submit, context: int, record: bytes | None = None
+        self,
+        submit: Submit,
+        context: int,
+        record: bytes | None = None,
+        fingerprints: tuple[str, ...] = (),
     ) -> Generation | Answer | Wanted | Job | Follow:
         """Check, convert and encode.
 
         Args:
             context: tokens that prompt and output may have together, at present.
             record: of the response that is asked for; None: not looked up, empty: not there.
+            fingerprints: of the engines that serve.
         Raises:
             Refusal: the request is at fault.
         """
         if submit.protocol == "models":
-            return answers.list_models(submit.body, self._models, context, self._started_s)
+            names, since_s = self._models, self._started_s
+            return answers.list_models(submit.body, names, context, since_s, fingerprints)
         if submit.protocol in stored.QUESTIONS:
             return stored.answer(submit.protocol, submit.body, record if self._has_store else b"")
         body = parse_object(submit.body)
@@ -306,11 +312,17 @@ class Preparer:
             stream=False,
             text=text,
             stand_back=settings.stand_back,
+            marks=self._marks(prompt_ids),
             field_names={
                 "prompt": PROMPT_FIELD[submit.protocol],
                 "max_tokens": settings.max_tokens_name,
             },
         )
+
+    def _marks(self, prompt_ids: list[int]) -> Ids:
+        """Where the first question begins: the system prompt and its tools lie before it."""
+        users = self._model.vocabulary.added_ids((USER,))
+        return pack_ids([prompt_ids.index(user) for user in users if user in prompt_ids])
 
 
 def _constrained(generation: Generation, grammar: Grammar | None) -> Generation:

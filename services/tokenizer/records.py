@@ -34,6 +34,7 @@ OnRecord = Callable[[Record | None, Clock], None]  # None: no answer in time
 
 
 class _Question(NamedTuple):
+    order: GetRecord | PutRecord
     then: OnRecord
     since: float
 
@@ -76,9 +77,16 @@ class Records:
 
     def look(self, kind: str, id: str, owner: str, then: OnRecord, clock: Clock) -> None:
         """Have a record fetched."""
-        number = next(self._numbers)
-        self._asked[number] = _Question(then, clock.now)
-        self._outbox.add(ToStore(GetRecord(number, kind, id, owner)))
+        self._ask(GetRecord(next(self._numbers), kind, id, owner), then, clock)
+
+    def again(self) -> None:
+        """A kvstore is back: what it may not have heard is asked again."""
+        for question in self._asked.values():
+            self._outbox.add(ToStore(question.order))
+
+    def _ask(self, order: GetRecord | PutRecord, then: OnRecord, clock: Clock) -> None:
+        self._asked[order.op_id] = _Question(order, then, clock.now)
+        self._outbox.add(ToStore(order))
 
     def take(self, record: Record, clock: Clock) -> None:
         """What a kvstore says."""
@@ -111,15 +119,18 @@ class Records:
                         for name in sorted(self._upstream.schedulers.names):
                             self._outbox.add(ToScheduler(name, Abort(rid)))
 
-    def keep(self, kind: str, id: str, owner: str, data: bytes) -> int:
-        """Put a record; the number of the order."""
-        number = next(self._numbers)
-        self._outbox.add(ToStore(PutRecord(number, kind, id, owner, data, self._ttl_s)))
-        return number
+    def keep(self, kind: str, id: str, owner: str, data: bytes) -> None:
+        """Put a record."""
+        self._outbox.add(ToStore(self._put(kind, id, owner, data)))
 
-    def keep_then(self, id: str, owner: str, data: bytes, then: OnRecord, clock: Clock) -> None:
-        """Put the record of a response, and hear how that went."""
-        self._asked[self.keep(KIND, id, owner, data)] = _Question(then, clock.now)
+    def _put(self, kind: str, id: str, owner: str, data: bytes) -> PutRecord:
+        return PutRecord(next(self._numbers), kind, id, owner, data, self._ttl_s)
+
+    def keep_then(
+        self, kind: str, id: str, owner: str, data: bytes, then: OnRecord, clock: Clock
+    ) -> None:
+        """Put a record, and hear how that went."""
+        self._ask(self._put(kind, id, owner, data), then, clock)
 
     def drop(self, kind: str, id: str, owner: str) -> None:
         """Have a record forgotten."""

@@ -2,6 +2,9 @@
 
 from deepmesh.wire.messages import ErrorCode
 
+MAX_DETAIL = 2000  # characters: it goes into an answer, spans and logs
+MAX_PARAM = 200
+
 
 class Refusal(Exception):
     """The request is at fault: becomes `ResponseFailed`, which the gateway shapes.
@@ -20,8 +23,13 @@ class Refusal(Exception):
         code: ErrorCode = ErrorCode.INVALID,
         retry_after_s: float = 0.0,
     ) -> None:
-        super().__init__(detail)
+        super().__init__(_short(detail, MAX_DETAIL))
         self.code = code
-        self.detail = detail
-        self.param = param
+        self.detail = _short(detail, MAX_DETAIL)
+        self.param = _short(param, MAX_PARAM)
         self.retry_after_s = retry_after_s
+
+
+def _short(text: str, most: int) -> str:
+    """What a client sent may be quoted in it, and be of any length."""
+    return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"

@@ -23,6 +23,7 @@ from services.tokenizer.upstream import Upstream
 
 # A replica that says one of these may be the only one to say so: another one is tried.
 ELSEWHERE = (ErrorCode.OVERLOADED, ErrorCode.MISMATCH)
+MAX_ABORTS = 16  # of others that hit one request; each is answered by a later attempt
 
 
 class Replies:
@@ -144,7 +145,14 @@ class Replies:
         """The end, unless only this replica cannot have it: it drains, is full, or is another's."""
         if message.code in ELSEWHERE:
             request.refused_by.add(stamps.sender)
-            if self._upstream.place_elsewhere(request, stamps.sender, message.final_pos, clock.now):
+            is_placed = self._upstream.place_elsewhere(
+                request,
+                stamps.sender,
+                message.final_pos,
+                clock.now,
+                same_weights=message.code is ErrorCode.MISMATCH,
+            )
+            if is_placed:
                 return
         self._upstream.done(request, stamps.sender, message.final_pos)
         self._fail(request, message, stamps, clock)
@@ -158,6 +166,11 @@ class Replies:
         self._book.end(request, failed, clock)
 
     def _finish(self, request: Request, message: Finished, sender: str, clock: Clock) -> None:
+        if message.reason is FinishReason.ABORT and self._goes_on(request):
+            self._outbox.ack(sender, AckRow(request.rid, message.final_pos, done=True))
+            request.finished = None
+            self._upstream.place(request, clock.now)
+            return
         self._upstream.done(request, sender, message.final_pos)
         if message.reason is FinishReason.ABORT:
             code, detail = ErrorCode.ENGINE_ERROR, "the engine aborted this request"
@@ -175,3 +188,14 @@ class Replies:
 
     def _hop(self, name: str, request: Request, stamps: Stamps) -> None:
         self._outbox.add(hop_span(name, request.submit.traceparent, stamps, self._me))
+
+    @staticmethod
+    def _goes_on(request: Request) -> bool:
+        """Whether an abort was not meant for it: another tokenizer had the same request there, from
+        before a link was lost, and gave that up. Ours is still wanted."""
+        reader = request.reader
+        whole = reader.generation
+        if not reader.is_heard or (whole is not None and whole.record is not None):
+            return False
+        request.num_aborts += 1
+        return request.num_aborts <= MAX_ABORTS

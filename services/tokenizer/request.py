@@ -17,6 +17,7 @@ from deepmesh.wire.messages import (
     ResponseFinished,
     Rid,
     Submit,
+    TokenRow,
 )
 from services.tokenizer.choices import Lane, Merge
 from services.tokenizer.generation import Generation
@@ -44,6 +45,25 @@ class Phase(Enum):
 
 
 @dataclass(eq=False, slots=True)
+class Probs:
+    """Log probabilities of output tokens, as they lie in a TokenRow."""
+
+    logprobs: bytearray = field(default_factory=bytearray)
+    top_ids: bytearray = field(default_factory=bytearray)
+    top_logprobs: bytearray = field(default_factory=bytearray)
+
+    def take(self, row: TokenRow, first: int, count: int) -> None:
+        """Those of `count` tokens of a row from number `first` on."""
+        if not row.logprobs:
+            return
+        wide = len(row.top_ids) // (len(row.ids) // 4)  # bytes of a token
+        top = slice(wide * first, wide * (first + count))
+        self.logprobs += row.logprobs[4 * first : 4 * (first + count)]
+        self.top_ids += row.top_ids[top]
+        self.top_logprobs += row.top_logprobs[top]
+
+
+@dataclass(eq=False, slots=True)
 class Request:
     """One request. `Core` decides, this remembers."""
 
@@ -59,8 +79,10 @@ class Request:
     asked: set[str] = field(default_factory=set[str])
     refused_by: set[str] = field(default_factory=set[str])  # since a scheduler last accepted it
     attempt: int = 0
+    num_aborts: int = 0  # that were not meant for it
     position: int = 0  # output tokens turned into events
     output: bytearray = field(default_factory=bytearray)  # their ids, int32
+    probs: Probs = field(default_factory=Probs)  # their logprobs, where asked for and known
     read: int = 0  # output tokens whose events the client has taken
     acked: int = 0  # of these, as last told to the scheduler
     acks: deque[tuple[int, int]] = field(default_factory=deque[tuple[int, int]])
@@ -72,6 +94,7 @@ class Request:
     was_accepted: bool = False
     is_admitted: bool = False  # the gateway knows
     has_started: bool = False  # `text.start` has been called
+    fingerprint: str = ""  # of the engine that computed its first token
     cached_tokens: int = 0
     spoke_at: float = 0.0  # last message to or from the scheduler
     attached_at: float = -1e9
@@ -175,6 +198,8 @@ class Request:
         generation = self.generation
         assert generation is not None
         goes_on = generation.thinking is not None and not self.is_thinking
+        has_all = len(self.probs.logprobs) == len(self.output)
+        probs = self.probs if has_all else Probs()
         return Generate(
             rid=self.rid,
             attempt=self.attempt,
@@ -196,6 +221,11 @@ class Request:
             vocabulary=vocabulary,
             n_prompt_logprobs=-1 if goes_on else generation.n_prompt_logprobs,
             tenant=self.submit.tenant_salt,
+            marks=generation.marks,
+            fingerprint=self.fingerprint if self.output else "",
+            confirmed_logprobs=bytes(probs.logprobs),
+            confirmed_top_ids=bytes(probs.top_ids),
+            confirmed_top_logprobs=bytes(probs.top_logprobs),
         )
 
     def add_events(self, events: list[bytes], flags: int = 0) -> Delta | None:

@@ -2,6 +2,7 @@
 
 import logging
 
+from deepmesh.log import about
 from deepmesh.wire.messages import Generate
 from services.tokenizer.refusal import Refusal
 
@@ -20,6 +21,7 @@ def note_placement(name: str, request: Generate) -> None:
         request.max_tokens,
         request.sampling.temperature,
         request.grammar.kind if request.grammar else "none",
+        extra=about(request.rid, request.traceparent),
     )
 
 

@@ -198,7 +198,7 @@ def _logit_bias(body: Json, vocab_size: int) -> list[tuple[int, float]]:
     bias: list[tuple[int, float]] = []
     for key, amount in as_object(value, "logit_bias").items():
         param = f"logit_bias.{key}"
-        if not (key.isascii() and key.isdigit()) or int(key) >= vocab_size:
+        if not (key.isascii() and key.isdigit() and len(key) < 20) or int(key) >= vocab_size:
             raise Refusal(f"`{param}`: keys are token ids, 0 to {vocab_size - 1}.", param)
         if isinstance(amount, bool) or not isinstance(amount, int | float):
             raise Refusal(f"`{param}` must be a number, not {kind_of(amount)}.", param)

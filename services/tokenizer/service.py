@@ -7,10 +7,13 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from msgspec.structs import replace
+
 from deepmesh import log
 from deepmesh.checksum import crc32
 from deepmesh.config import Config
 from deepmesh.health import Readiness
+from deepmesh.recorder import Desk, Kind
 from deepmesh.telemetry import Tracer
 from deepmesh.wire.inbox import AsyncInbox, Endpoint
 from deepmesh.wire.link import Identity, LinkEvent, Mail, PeerDown, PeerUp
@@ -62,6 +65,7 @@ class Service:
         self._config = config
         self._preparer = preparer
         self._tracer = tracer
+        self._desk = Desk(me, tracer)
         self._core = Core(me.name, config, preparer.vocabulary)
         self._threads = ThreadPoolExecutor(2, "encode")
         self._preparing_bytes = 0
@@ -75,8 +79,10 @@ class Service:
         for scheduler in range(config.scheduler.count):
             address = config.scheduler_address(scheduler)
             self._inbox.add(Dialer(address, me, config.links, self._stats))
+        self._router: Dialer | None = None
         if config.router_address:
-            self._inbox.add(Dialer(config.router_address, me, config.links, self._stats))
+            self._router = Dialer(config.router_address, me, config.links, self._stats)
+            self._inbox.add(self._router)
         self._stores = [
             Dialer(config.kvstore_address(index), me, config.links, self._stats)
             for index in range(config.kvstore.count)
@@ -205,6 +211,8 @@ class Service:
         clock = _clock()
         if batches:
             self._core.tokens(batches, _stamps(first), clock)
+            step, now_ns = batches[-1].group_step, time.time_ns()
+            self._desk.recorder.add((Kind.DETOKENISE, step, clock.wall_ns, now_ns, num_rows))
         for end in ends:
             self._core.scheduler_mail(end.message, _stamps(end), clock)
 
@@ -303,7 +311,7 @@ class Service:
         context = self._core.context(self._preparer.context)
         if len(submit.body) + len(record or b"") <= INLINE_BYTES:
             began_ns = time.time_ns()
-            outcome = prepare(self._preparer, submit, context, record)
+            outcome = prepare(self._preparer, submit, context, record, self._core.fingerprints)
             self._decided(submit, outcome, began_ns)
             return
         began_ns = time.time_ns()
@@ -334,18 +342,26 @@ class Service:
         for reason in {replica.refused for replica in stats.replicas} - self._said:
             self._said.add(reason)
             _log.error("%s", reason)
-        return stats
+        known = [store.peer.stats for store in self._stores if store.peer is not None]
+        router = self._router.peer if self._router is not None else None
+        return replace(
+            stats,
+            stores=[figures for each in known for figures in each.stores],
+            router=router.stats.router if router is not None else None,
+        )
 
 
 def prepare(
-    preparer: Preparer, submit: Submit, context: int, record: bytes | None = None
+    preparer: Preparer,
+    submit: Submit,
+    context: int,
+    record: bytes | None = None,
+    fingerprints: tuple[str, ...] = (),
 ) -> Prepared:
     """`Preparer.prepare` with its refusals as values."""
     try:
         with panics_as_errors():
-            if record is None:
-                return preparer.prepare(submit, context)
-            return preparer.prepare(submit, context, record)
+            return preparer.prepare(submit, context, record, fingerprints)
     except Refusal as refusal:
         return refusal
     except Exception as error:  # a bug fails this request alone: it would be sent here again

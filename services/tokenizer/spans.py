@@ -2,7 +2,18 @@
 
 from typing import NamedTuple
 
-from deepmesh.telemetry import SPAN_DETOKENIZE, SPAN_FINISH, SPAN_HOP, SPAN_TOKENIZE
+from deepmesh.telemetry import (
+    GEN_AI_CHOICES,
+    GEN_AI_MAX_TOKENS,
+    GEN_AI_STREAM,
+    GEN_AI_TEMPERATURE,
+    GEN_AI_TOP_K,
+    GEN_AI_TOP_P,
+    SPAN_DETOKENIZE,
+    SPAN_FINISH,
+    SPAN_HOP,
+    SPAN_TOKENIZE,
+)
 from deepmesh.wire.messages import ResponseFailed
 from services.tokenizer.actions import NOW, Trace, Value
 from services.tokenizer.answers import Answer
@@ -38,8 +49,16 @@ def tokenize_span(
     }
     error = ""
     match outcome:
-        case Generation(prompt_len=prompt_len, max_tokens=max_tokens):
-            attributes |= {"prompt_tokens": prompt_len, "max_tokens": max_tokens}
+        case Generation():
+            attributes["prompt_tokens"] = outcome.prompt_len
+            attributes |= {
+                GEN_AI_MAX_TOKENS: outcome.max_tokens,
+                GEN_AI_TEMPERATURE: outcome.sampling.temperature,
+                GEN_AI_TOP_P: outcome.sampling.top_p,
+                GEN_AI_TOP_K: outcome.sampling.top_k,
+                GEN_AI_CHOICES: max(1, len(outcome.choices)),
+                GEN_AI_STREAM: outcome.stream,
+            }
         case Answer(prompt_tokens=prompt_tokens):
             attributes["prompt_tokens"] = prompt_tokens
         case Refusal(detail=detail):

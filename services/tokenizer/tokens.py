@@ -49,7 +49,7 @@ def feed(
             request.cached_tokens = max(request.cached_tokens, row.cached_tokens)
             if row.prompt is not None:
                 generation.text.take_prompt(row.prompt)
-            generation.text.fingerprint = row.fingerprint
+            request.fingerprint = generation.text.fingerprint = row.fingerprint
             events += generation.text.start(request.cached_tokens)
         skip = request.position - row.pos
         if isinstance(generation.text, RecipeStream) and not row.logprobs:
@@ -59,7 +59,9 @@ def feed(
             request.position += count
             request.output += row.ids[4 * skip : 4 * (skip + count)]
         else:
+            before = request.position
             _push_each(request, generation.text, row_tokens(row, skip), events)
+            request.probs.take(row, skip, request.position - before)
     request.busy_ns += stopwatch() - began
     return events
 

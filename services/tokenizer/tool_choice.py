@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from deepmesh.grammars import grammar_problem, make_grammar, schema_text
+from deepmesh.grammar_judge import judge
+from deepmesh.grammars import make_grammar, schema_text
 from services.tokenizer.dsml import Shape, Tool, calls_grammar, has_plain_name, is_plain_object
 from services.tokenizer.reading import (
     Json,
@@ -154,7 +155,7 @@ def _parameters(schema: object, param: str, *, strict: bool) -> Json | None:
 def _check_compiles(part: Json | bool, root: Json, param: str) -> None:
     defs = {key: root[key] for key in ("$defs", "definitions") if key in root}
     whole = {**defs, **part} if isinstance(part, dict) else part
-    problem = grammar_problem(make_grammar("json_schema", schema_text(whole)))
+    problem = judge(make_grammar("json_schema", schema_text(whole)))
     if isinstance(whole, dict) and problem:
         raise Refusal(f"`{param}` cannot be kept to: {' '.join(problem.split())[:500]}", param)
 

@@ -43,16 +43,23 @@ class Upstream:
         self._send(request, peer, now)
         return True
 
-    def place_elsewhere(self, request: Request, name: str, position: int, now: float) -> bool:
+    def place_elsewhere(
+        self, request: Request, name: str, position: int, now: float, *, same_weights: bool
+    ) -> bool:
         """Scheduler `name` refuses it, or ends it unfinished: continue at another one.
 
         False when no other one is up that has not refused it, too.
+
+        Args:
+            same_weights: its tokens are of another model than that scheduler serves; the router
+                does not know of which.
         """
-        peer = self.schedulers.choose(request.refused_by)
+        fingerprint = request.fingerprint if same_weights and request.output else ""
+        peer = self.schedulers.choose(request.refused_by, fingerprint)
         if peer is None:
             return False
         self._outbox.ack(name, AckRow(request.rid, position, done=True))
-        if self.router:  # it avoids the replica that it chose last
+        if self.router and not fingerprint:  # it avoids the replica that it chose last
             return self.place(request, now)
         self._uncount(request)
         self._send(request, peer, now)

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 THINK, THINK_END = "<think>", "</think>"
 MARKER = "｜DSML｜"
+USER = "<｜User｜>"
 # What answers are parsed by. Checkpoints differ in whether these are special.
 PARSED = frozenset({THINK, THINK_END, MARKER})
 _CONTROL = re.compile("<｜.+｜>")  # special or not, as checkpoints differ here, too

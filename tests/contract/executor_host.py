@@ -186,8 +186,9 @@ class Host:
         cancel: Sequence[Request] = (),
         epoch: int | None = None,
         flags: int = 0,
+        descriptor: Descriptor | None = None,
     ) -> int:
-        """Send a step; the id of it."""
+        """Send a step; the id of it. `descriptor`: of a group; None: of these rows."""
         self.step_id += 1
         packed = np.array([row for _, row in rows], ROW)
         for request, _ in rows:
@@ -202,9 +203,8 @@ class Host:
                 self.step_id,
                 group_step=self.step_id & 0xFFFF,
                 group_epoch=1,
-                descriptor=Descriptor(
-                    StepKind.MIXED, int(packed["q"].sum()), len(rows), flags=flags
-                ),
+                descriptor=descriptor
+                or Descriptor(StepKind.MIXED, int(packed["q"].sum()), len(rows), flags=flags),
                 rows=packed.tobytes(),
                 init=inits,
                 blocks=np.array(blocks, BLOCK).tobytes(),

@@ -55,6 +55,11 @@ def make(name: str, /, **given: object) -> Message:
     return [name, *values] if name in MESSAGES else values
 
 
+def make_whole(name: str, /, **given: object) -> Message:
+    """The same with every field that this version knows, whatever its default."""
+    return make(name, **{f: _default(d) for f, d in FIELDS[name] if d} | given)
+
+
 def _default(text: str) -> object:
     if text.endswith("()"):
         return make(text.removesuffix("()"))

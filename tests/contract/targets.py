@@ -9,12 +9,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.contract import foreign
+from tests.redis_server import redis_server
+
 ROOT = Path(__file__).parents[2]
-STUBS = Path(__file__).parent / "stubs"
 
 
 @dataclass
@@ -40,10 +42,11 @@ def external(service: str) -> Target:
 
 
 @contextmanager
-def running(target: Target, argv: list[str], folder: Path) -> Iterator[Target]:
+def running(
+    target: Target, argv: list[str], folder: Path, environment: dict[str, str]
+) -> Iterator[Target]:
     """Start a process and end it again; its log is shown when it ended by itself."""
     log = folder / "log"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with log.open("wb") as output:
         target.process = subprocess.Popen(
             argv, stdout=output, stderr=output, cwd=ROOT, env=environment
@@ -72,25 +75,33 @@ def target(service: str, kind: str, folder: Path, extra: str = "") -> Iterator[T
         "kvstore": Target(at["kvstore-0"]),
         "gateway": Target(f"http://127.0.0.1:{_free_port()}", [at["tokenizer-0"]]),
     }[service]
-    with running(made, _argv(service, kind, folder, made, extra), folder) as started:
-        yield started
+    with ExitStack() as held:
+        if kind == "stub":
+            needs_redis = service == "kvstore"
+            url = held.enter_context(redis_server(folder)).url if needs_redis else ""
+            argv, environment = (
+                foreign.command(service, made.address, made.dials, url),
+                foreign.environment(),
+            )
+        else:
+            argv = _argv(service, folder, made, extra)
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        yield held.enter_context(running(made, argv, folder, environment))
 
 
 _NAMES = ("tokenizer-0", "router-0", "scheduler-0", "kvstore-0")
 
 
-def _argv(service: str, kind: str, folder: Path, made: Target, extra: str) -> list[str]:
-    if kind == "stub":
-        argv = [sys.executable, str(STUBS / f"{service}.py")]
-        argv += ["--listen", made.address] if made.address else []
-        return argv + [word for address in made.dials for word in ("--dial", address)]
+def _argv(service: str, folder: Path, made: Target, extra: str) -> list[str]:
     config = folder / "mesh.toml"
     port = made.address.rsplit(":", 1)[-1] if service == "gateway" else "0"
+    # These processes are killed: what a kvstore maps must go with the folder.
+    shared = "" if "[kvstore]" in extra else f'[kvstore]\nshared_dir = "{folder}/shared"'
     config.write_text(
         f'[mesh]\nrun_dir = "{folder}"\nmodel = "{ROOT}/models/tiny"\n'
         f'[gateway]\nport = {port}\n[executor]\nkind = "fake"\nfake_step_ms = 2.0\n'
         f"[router]\ncount = {int(service == 'router')}\n[telemetry]\nenabled = false\n"
-        f"[links]\nheartbeat_s = 0.3\n{extra}\n"
+        f"[links]\nheartbeat_s = 0.3\n{extra}\n{shared}\n"
     )
     return [sys.executable, "-m", f"services.{service}", "--config", str(config)]
 

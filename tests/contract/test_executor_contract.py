@@ -43,16 +43,18 @@ def order(epoch: int = 1) -> Load:
 
 
 @pytest.fixture(
-    scope="module", params=["fake", "model", pytest.param("gpu", marks=pytest.mark.gpu)]
+    scope="module",
+    params=["fake", "model", "gpu on a host", pytest.param("gpu", marks=pytest.mark.gpu)],
 )
 def loaded(request: pytest.FixtureRequest) -> Iterator[StreamExecutor]:
     """One executor a kind; each test begins an engine epoch of its own."""
     if request.param == "fake":
         executor = StreamExecutor(FakeEngine(CONFIG))
-    elif request.param == "gpu":
+    elif request.param.startswith("gpu"):
         from services.executor.gpu.engine import GpuEngine
 
-        executor = StreamExecutor(GpuEngine(CONFIG))
+        device = "cuda" if request.param == "gpu" else "cpu"
+        executor = StreamExecutor(GpuEngine(CONFIG, device=device))
     else:
         from services.executor.runner import ModelEngine
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.contract.raw import Dealer, Wire, make, packed
+from tests.contract.raw import Dealer, Wire, make, make_whole, packed
 from tests.contract.targets import Target
 
 Listener = tuple[str, Target]
@@ -17,7 +17,7 @@ def hello(**fields: object) -> list[object]:
         "name": "tester-0",
         "incarnation": os.urandom(8),
     }
-    return make("Hello", **given | fields)
+    return make_whole("Hello", **given | fields)
 
 
 def alive(wire: Wire, link: Dealer) -> bool:
@@ -60,12 +60,24 @@ def test_another_major_version_is_refused_by_name(
 def test_another_minor_version_and_unknown_fields_are_served(
     wire: Wire, listener: Listener
 ) -> None:
+    """One minor version apart: one service after the other is upgraded."""
     link = Dealer(wire, listener[1].address)
-    link.send([*hello(protocol=[1, 9], credits=3), "a field of tomorrow", {"more": 1}])
+    link.send([*hello(protocol=[1, 1]), "a field of tomorrow", {"more": 1}])
     link.expect("Welcome")
     link.is_up = True
-    link.send([*make("Heartbeat", now_ns=1), "a field of tomorrow"])
+    link.send([*make_whole("Heartbeat", now_ns=1), "a field of tomorrow"])
     assert alive(wire, link)
+
+
+def test_what_is_more_than_a_minor_version_apart_is_refused_by_name(
+    wire: Wire, listener: Listener
+) -> None:
+    link = Dealer(wire, listener[1].address)
+    link.send(hello(protocol=[1, 9]))
+    refused = link.expect("Refused")
+    assert "1.9" in refused.reason
+    assert "1.0" in refused.reason
+    assert not link.has("Welcome")
 
 
 def test_data_before_hello_is_refused(wire: Wire, listener: Listener) -> None:

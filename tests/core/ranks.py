@@ -44,9 +44,9 @@ class Ranks:
         self.ended: dict[int, Finished | Failed] = {}
         self.prefilled: list[int] = [0] * len(capacities)  # tokens of known ids, by rank
         self.places: dict[int, list[int]] = {}  # number of the request -> ranks it has been on
-        self._capacities = capacities
+        self.capacities = capacities
         self._is_checked = is_checked
-        self._steps: deque[list[SubmitStep]] = deque()
+        self.waiting: deque[list[SubmitStep]] = deque()
         self._numbers: dict[int, int] = {}  # the core's rid -> number
         self._count = 0
         self.feed(TokenizerUp("t", b"1"))
@@ -64,8 +64,8 @@ class Ranks:
                     steps.append(action.message)
                 elif isinstance(action.message, Finished | Failed):
                     self.ended[int.from_bytes(action.message.rid, "big")] = action.message
-        ranks = len(self._capacities)
-        self._steps.extend(steps[at : at + ranks] for at in range(0, len(steps), ranks))
+        ranks = len(self.capacities)
+        self.waiting.extend(steps[at : at + ranks] for at in range(0, len(steps), ranks))
         if self._is_checked:
             audit(self.core)
 
@@ -84,16 +84,16 @@ class Ranks:
     def step(self) -> bool:
         """Plan and run one group step; whether there was one."""
         self.feed(Tick())
-        if not self._steps:
+        if not self.waiting:
             return False
-        for rank, step in enumerate(self._steps.popleft()):
+        for rank, step in enumerate(self.waiting.popleft()):
             for init in step.init:
                 self.places.setdefault(self._numbers[init.rid], []).append(rank)
             rows = np.frombuffer(step.rows, ROW)
             rows = rows[rows["rid"] > 0]
             known = rows["source"] == RowSource.HOST
             self.prefilled[rank] += int(rows["q"][known].sum())
-            self.feed(Mail(f"e-0-{rank}", _answer(step, rank, rows)))
+            self.feed(Mail(f"e-0-{rank}", answer(step, rank, rows)))
         return True
 
     def run(self) -> None:
@@ -104,7 +104,8 @@ class Ranks:
         raise AssertionError("it does not come to an end")
 
 
-def _answer(step: SubmitStep, rank: int, rows: np.ndarray) -> StepResult:
+def answer(step: SubmitStep, rank: int, rows: np.ndarray) -> StepResult:
+    """Each row that samples brings the same token."""
     result = np.zeros(len(rows), RESULT)
     for name in ("rid", "epoch", "slot", "gen"):
         result[name] = rows[name]

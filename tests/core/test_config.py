@@ -50,6 +50,18 @@ def test_without_a_model_it_is_the_one_that_ships_wherever_the_file_lies(
         ("[gateway]\nport = 70000\n", ["gateway.port", "65535"]),
         ("[scheduler]\ndepth = 4\n", ["scheduler.depth"]),
         ("[executor]\ndevice = 'tpu'\n", ["executor.device"]),
+        ("[scheduler]\nroles = ['decode']\n", ["scheduler.roles", "router"]),
+        ("[scheduler]\ncount = 2\nroles = ['both']\n", ["scheduler.roles", "1 roles for 2"]),
+        (
+            "[router]\ncount = 1\n[scheduler]\ncount = 2\nroles = ['decode', 'decode']\n",
+            ["scheduler.roles", '"prefill"'],
+        ),
+        ("[scheduler]\nroles = ['tutti']\n", ["scheduler.roles", "'prefill', 'decode', 'both'"]),
+        (
+            "[router]\ncount = 1\n[scheduler]\ncount = 2\nroles = ['prefill', 'decode']\n"
+            "[executor]\nhandover_address = 'tcp://127.0.0.1:7100'\n",
+            ["executor.handover_address", "{index}"],
+        ),
         ("[links]\nheartbeat_s = 5\ntimeout_s = 6\n", ["links.timeout_s"]),
         ("[gateway]\napi_keys = ['secret']\n", ["gateway.api_keys", "SHA-256"]),
         ("[mesh]\nrun_dir = '/" + "d" * 100 + "'\n", ["mesh.run_dir", "107"]),
@@ -107,3 +119,14 @@ def test_an_address_of_a_kvstore_means_that_there_is_one(tmp_path: Path) -> None
     assert load_config(path).kvstore.count == 1
     path.write_text('[kvstore]\naddress = "tcp://127.0.0.1:730{index}"\ncount = 2\n')
     assert load_config(path).kvstore.count == 2
+
+
+def test_groups_have_the_roles_that_the_file_gives_them(tmp_path: Path) -> None:
+    (tmp_path / "mesh.toml").write_text(
+        "[router]\ncount = 1\n[scheduler]\ncount = 2\nroles = ['prefill', 'decode']\n"
+    )
+    config = load_config(tmp_path / "mesh.toml")
+    assert [config.role(0), config.role(1)] == ["prefill", "decode"]
+    assert load_config(None).role(0) == "both"
+    assert [config.prefillers(0), config.prefillers(1)] == [[], [0]]
+    assert load_config(None).prefillers(0) == []

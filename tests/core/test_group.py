@@ -144,10 +144,11 @@ def test_a_policy_of_ones_own_is_asked_where_there_is_a_choice() -> None:
 
 
 def test_the_descriptor_has_the_widest_rank() -> None:
-    descriptor = decide([3, 5, 0], [3, 4, 0], [0, 64, 0])
+    descriptor = decide([3, 5, 0], [3, 4, 0], [0, 64, 0], [3, 2, 0], walks=1)
     assert descriptor.kind == MIXED
     assert (descriptor.padded_tokens, descriptor.padded_rows) == (68, 5)
-    assert decide([0, 0], [0, 0], [0, 0]).padded_rows == 1
+    assert (descriptor.decode_rows, descriptor.walks, descriptor.prefill_tokens) == (3, 1, 64)
+    assert decide([0, 0], [0, 0], [0, 0], [0, 0]).padded_rows == 1
 
 
 def test_ranks_that_disagree_are_no_replica_that_is_ready() -> None:

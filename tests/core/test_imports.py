@@ -12,8 +12,10 @@ ROOT = Path(__file__).parents[2]
 PURE = [
     *sorted((ROOT / "services/scheduler/core").glob("*.py")),
     *sorted((ROOT / "services/scheduler/sim").glob("*.py")),
-    ROOT / "services/router/policy.py",
-    ROOT / "services/router/placements.py",
+    *(
+        ROOT / f"services/router/{name}.py"
+        for name in ("policy", "placements", "replicas", "loads", "prefixes", "stats")
+    ),
     ROOT / "deepmesh/wire/messages.py",
 ]
 OURS = [
@@ -52,15 +54,23 @@ def allowed(importer: str, imported: str) -> bool:
             return same or imported.startswith("deepmesh")
 
 
-# Three commands look into a service: `deepmesh model inspect` shows what the loader knows,
-# `deepmesh model random` writes what it reads, `deepmesh simulate` runs the scheduler's simulator.
+# Some commands look into a service: `deepmesh model inspect` shows what the loader knows, `deepmesh
+# model memory` and `deepmesh doctor` what fits on a GPU, `deepmesh model random` writes what the
+# loader reads, `deepmesh simulate` runs the scheduler's simulator.
 EXCEPTIONS = {
+    ("deepmesh/cli/doctor.py", "services.executor.memory_checks"),
+    *(
+        ("deepmesh/cli/model_memory.py", f"services.executor.{name}")
+        for name in ("memory_advice", "memory_plan", "memory_shapes")
+    ),
     ("deepmesh/cli/model.py", "services.executor.inspect"),
     ("deepmesh/cli/model_random.py", "services.executor.random_model"),
     *(
         ("deepmesh/cli/simulate.py", f"services.scheduler.sim.{name}")
         for name in ("baselines", "picture", "requests", "simulate", "traffic", "workload_file")
     ),
+    ("deepmesh/cli/simulate.py", "services.scheduler.sim.capacity"),
+    ("deepmesh/cli/simulate_capacity.py", "services.scheduler.sim.capacity"),
     ("deepmesh/cli/simulate_soak.py", "services.scheduler.sim.soak"),
 }
 

@@ -1,18 +1,19 @@
 """What is sent again, and what a request that comes again begins with."""
 
 import numpy as np
+import pytest
 from msgspec.structs import replace
 
-from deepmesh.wire.messages import TokenBatch, TokenRow
+from deepmesh.wire.messages import ErrorCode, Failed, TokenBatch, TokenRow
 from services.scheduler.sim.requests import SimRequest
 from tests.core.driver import EXECUTOR, TOKENIZER, Driver, words
 
 
-def with_logprobs(driver: Driver, output: list[int], steps: int) -> SimRequest:
+def with_logprobs(driver: Driver, output: list[int], steps: int, **fields: bytes) -> SimRequest:
     """A request that goes on behind `output`; the logprob of each new token is its position."""
     request = SimRequest(b"with-logprobs...", words(10), 40, seed=3, output=output)
     driver.requests[request.rid] = request
-    driver.mail(replace(request.generate(TOKENIZER), n_logprobs=1))
+    driver.mail(replace(request.generate(TOKENIZER), n_logprobs=1, **fields))
     for _ in range(steps):
         driver.tick()
         step = driver.steps.popleft()
@@ -52,6 +53,37 @@ def test_a_replay_of_a_continuation_has_the_logprobs_that_are_known() -> None:
     assert np.frombuffer(above.logprobs, "<f4").tolist() == [4, 5, 6]
     (row,) = replayed(driver, request, 5)
     assert np.frombuffer(row.logprobs, "<f4").tolist() == [5, 6]
+
+
+def test_a_continuation_that_brings_its_logprobs_is_replayed_with_all_of_them() -> None:
+    """Its tokenizer may be lost next, and the one after it knows nothing of the first tokens."""
+    driver, output = Driver(), with_logprobs(Driver(), [], 4).output
+    values = np.arange(len(output), dtype="<f4").tobytes()
+    probs = {"confirmed_logprobs": values, "confirmed_top_logprobs": values}
+    request = with_logprobs(
+        driver, list(output), 3, **probs, confirmed_top_ids=np.array(output, "<i4").tobytes()
+    )
+    (row,) = replayed(driver, request, 0)
+    assert row.ids == row.top_ids
+    for found in (row.logprobs, row.top_logprobs):
+        assert np.frombuffer(found, "<f4").tolist() == list(range(7))
+
+
+@pytest.mark.parametrize(
+    "probs",
+    [
+        {"confirmed_logprobs": bytes(4)},
+        {"confirmed_logprobs": bytes(8), "confirmed_top_ids": bytes(8)},
+        {"confirmed_top_logprobs": bytes(8)},
+    ],
+)
+def test_logprobs_that_do_not_fit_the_confirmed_tokens_are_refused(probs: dict[str, bytes]) -> None:
+    driver = Driver()
+    request = SimRequest(b"short of some...", words(10), 40, seed=3, output=[5, 6])
+    driver.requests[request.rid] = request
+    driver.mail(replace(request.generate(TOKENIZER), n_logprobs=1, **probs))
+    refused = driver.last(Failed)
+    assert (refused.code, refused.param) == (ErrorCode.INVALID, "logprobs")
 
 
 def test_a_continuation_does_not_end_at_a_stop_id_that_came_too_early_to_count() -> None:

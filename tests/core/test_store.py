@@ -10,9 +10,11 @@ from deepmesh.wire.messages import (
     Hits,
     KvKind,
     KvStatus,
+    KvTier,
     LoadBlocks,
     Lookup,
     OpDone,
+    PointEnd,
     Pool,
     Shutdown,
     StoreBlocks,
@@ -120,7 +122,7 @@ def test_an_evicted_source_stays_pinned_until_its_store_has_ended() -> None:
     assert driver.core.engine is not None
     memory = driver.core.engine.memories[0]
     (point,) = memory.index.points.values()
-    memory.index.drop_point(point.key)
+    memory.index.drop_point(point.key, PointEnd.ROOM)
     driver.tick()
     assert driver.pinned()[1:] == (2, 1)
     assert driver.blocks(Pool.STATE)[0] == 31
@@ -634,4 +636,7 @@ def test_loads_are_tried_until_they_are_much_slower_than_computing() -> None:
     known.observe(5_000_000, 100)  # 50 us each
     assert known.pays(250, 20)  # four times as long
     assert not known.pays(16, 20)
+    assert known.pays(16, 20, KvTier.DISK)  # another tier has rates of its own
+    known.observe(50_000_000, 100, KvTier.DISK)
+    assert not known.pays(250, 20, KvTier.DISK)
     assert any(known.pays(16, 20) for _ in range(60))  # and again after a while

@@ -1,7 +1,7 @@
 """One real mesh with the model that ships, started once for all tests that only talk to it."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -43,24 +43,18 @@ class Table:
         return lines if len(lines) > 1 else []
 
 
-RECOVERY = pytest.StashKey[Table]()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[RECOVERY] = Table("killed", "serves again after, s", "longest gap of a stream, s")
-
-
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    """What was measured, also when all is well."""
-    for line in config.stash[RECOVERY].lines():
-        terminalreporter.write_line(line)
-
-
 @pytest.fixture(scope="session")
-def recovery_table(pytestconfig: pytest.Config) -> Table:
-    return pytestconfig.stash[RECOVERY]
+def recovery_table(closing_tables: dict[str, list[str]]) -> Iterator[Table]:
+    table = Table("killed", "serves again after, s", "longest gap of a stream, s")
+    yield table
+    closing_tables["recovery of killed processes"] = table.lines()
+
+
+def until(holds: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+    """Ask again and again, for what only a later heartbeat shows."""
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
 
 
 class RunningMesh:

@@ -11,6 +11,8 @@ import pytest
 from deepmesh.supervisor import Mesh
 from tests.e2e.conftest import MODEL_FOLDER, RunningMesh
 
+pytestmark = pytest.mark.alone  # steps are counted that pass meanwhile
+
 STEP_MS = 20
 SLOW = f"""
 [mesh]

@@ -172,6 +172,7 @@ async def storm(mesh: Mesh, victim: str | None) -> tuple[list[Stream], float]:
 
 
 @pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_a_killed_process_costs_no_stream_a_bit(

@@ -13,6 +13,7 @@ import pytest
 
 from deepmesh.client import Client
 from deepmesh.supervisor import Mesh
+from tests.e2e.conftest import until
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_STREAMS = 8
@@ -102,7 +103,7 @@ def routes(mesh: Mesh, wanted: int) -> Counter[str]:
 
 def test_the_router_spreads_and_a_death_changes_no_text(mesh: Mesh) -> None:
     router_log = mesh.run_dir / "logs" / "router-0.log"
-    assert mesh.wait_for(lambda: "tokenizer-0 is up" in router_log.read_text(), 10)
+    until(lambda: "tokenizer-0 is up" in router_log.read_text(), "the tokenizer's link")
     undisturbed = storm(mesh)
     assert {reason for _, reason in undisturbed} == {"length"}
     half = NUM_STREAMS // 2

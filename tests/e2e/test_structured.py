@@ -320,6 +320,7 @@ def fresh(tmp_path: Path) -> Iterator[RunningMesh]:
     yield from running(CONFIG, tmp_path)
 
 
+@pytest.mark.alone
 def test_sixty_four_new_schemas_at_once(fresh: RunningMesh) -> None:
     """Few rows sit out a step for want of a mask."""
     mesh = fresh

@@ -4,6 +4,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from deepmesh.client import Client
 from deepmesh.config import load_config
 from deepmesh.gateway_address import with_free_port
 from deepmesh.supervisor import Mesh
+from tests.contract import foreign
 from tests.e2e.conftest import RunningMesh
+from tests.redis_server import redis_server
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = ["executor-0-0", "gateway-0", "router-0", "scheduler-0", "tokenizer-0"]
@@ -91,11 +94,13 @@ def test_a_foreign_program_takes_the_place_of_any_service(tmp_path: Path, servic
         "router": config.scheduler_address(0),
         "executor": config.scheduler_address(0),
     }
-    argv = [sys.executable, str(ROOT / f"tests/contract/stubs/{service}.py")]
-    argv += ["--listen", mine] if service != "executor" else []
-    argv += ["--dial", dials[service]] if service in dials else []
-    log = (tmp_path / "mine.log").open("wb")
-    with log, subprocess.Popen(argv, stdout=log, stderr=log) as foreign:
+    with ExitStack() as held:
+        url = held.enter_context(redis_server(tmp_path)).url if service == "kvstore" else ""
+        listen = "" if service == "executor" else mine
+        argv = foreign.command(service, listen, [dials[service]] if service in dials else [], url)
+        log = held.enter_context((tmp_path / "mine.log").open("wb"))
+        started = subprocess.Popen(argv, stdout=log, stderr=log, env=foreign.environment())
+        program = held.enter_context(started)
         try:
             with Mesh(path) as mesh:
                 left_out = {f"{service}-0", f"{service}-0-0"}
@@ -106,7 +111,7 @@ def test_a_foreign_program_takes_the_place_of_any_service(tmp_path: Path, servic
                     running, deadline = RunningMesh(mesh, path), time.monotonic() + 20
                     while not running.total("deepmesh_stored_blocks_total"):
                         assert time.monotonic() < deadline
-            assert foreign.poll() is None, (tmp_path / "mine.log").read_text()
+            assert program.poll() is None, (tmp_path / "mine.log").read_text()
         finally:
-            foreign.kill()
+            program.kill()
     assert (len(text) > 0, reason) == (True, "length")

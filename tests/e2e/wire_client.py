@@ -76,6 +76,10 @@ class WireClient:
         self._until(lambda: bool(holds(self.stats)), timeout_s)
         return self.stats
 
+    def tell(self, message: m.AnyMessage) -> None:
+        """Send something that has no answer."""
+        assert self._dialer.send(message)
+
     def close(self) -> None:
         """Hang up."""
         self._inbox.close()

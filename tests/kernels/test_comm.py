@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, HashStore, Store
 
-from kernels.comm.comm import Alone, Exchange, ExchangeError
+from kernels.comm.comm import Alone, Exchange, ExchangeError, Loopback
 from kernels.comm.gloo import GlooExchange
 from kernels.comm.routes import plan_routes, slots_back
 from kernels.moe.experts import combine_slots
@@ -121,6 +121,60 @@ def test_what_is_not_a_number_comes_back_as_such() -> None:
     for out in on_every_rank(2, run):
         assert torch.equal(out.isfinite(), expected.isfinite())
         assert torch.equal(out[[0, 3]], expected[[0, 3]])
+
+
+def test_work_of_our_own_runs_while_tokens_travel() -> None:
+    """Rank 1 comes to its exchange only when rank 0 is at that work: it waits for nobody before."""
+    working = threading.Event()
+
+    def run(exchange: GlooExchange) -> Tensor:
+        exchange.begin(1, 4)
+        own = tokens(exchange.rank, 4)
+        if exchange.rank == 1:
+            assert working.wait(20)
+        here = exchange.dispatch(*own, split(2), working.set)
+        return exchange.combine(experts(here.x, here.expert_ids, here.weights))
+
+    for rank, out in enumerate(on_every_rank(2, run)):
+        assert torch.equal(out, moe(Alone(), split(1), *tokens(rank, 4)))
+
+
+def test_a_failure_of_our_own_work_is_not_the_groups() -> None:
+    def run(exchange: GlooExchange) -> None:
+        exchange.begin(1, 4)
+
+        def work() -> None:
+            raise RuntimeError("of our own")
+
+        with pytest.raises(RuntimeError, match="of our own") as error:
+            exchange.dispatch(*tokens(exchange.rank, 4), split(2), work)
+        assert not isinstance(error.value, ExchangeError)
+
+    on_every_rank(2, run)
+
+
+def test_bytes_are_swapped_between_all_ranks() -> None:
+    def content(giver: int, taker: int) -> Tensor:
+        return torch.full((3 * giver + taker,), 10 * giver + taker, dtype=torch.uint8)
+
+    def run(exchange: GlooExchange) -> bool:
+        rank = exchange.rank
+        sent = [content(rank, taker) for taker in range(3)]
+        got = exchange.swap(sent, [len(content(giver, rank)) for giver in range(3)])
+        return all(torch.equal(part, content(giver, rank)) for giver, part in enumerate(got))
+
+    assert on_every_rank(3, run) == [True] * 3
+
+
+def test_a_rank_that_measures_itself_gets_its_own_tokens_from_everybody() -> None:
+    loopback, own = Loopback(3), tokens(2, 5)
+    here = loopback.dispatch(*own, split(3))
+    assert here.x.shape == (15, HIDDEN)
+    for part, arrived in zip(own, (here.x, here.expert_ids, here.weights), strict=True):
+        assert torch.equal(arrived, part.repeat(3, 1))
+    slots = experts(here.x, here.expert_ids, here.weights)
+    slots[5:] = float("nan")
+    assert torch.equal(loopback.combine(slots), moe(Alone(), split(1), *own))
 
 
 def test_routes_of_one_rank_and_the_way_back_agree() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.moe.gate_cuda import route_decode
+from kernels.moe.gate_cuda import choose_experts, route_decode
 from kernels.moe.gate_ref import route_ref
 
 
@@ -38,6 +38,9 @@ def test_choices_are_those_of_the_reference_and_alone_the_same(
         some_ids, some_shares = run(slice(start, end))
         assert torch.equal(some_ids, ids[start:end])
         assert torch.equal(some_shares, shares[start:end])
+    chosen = choose_experts(logits.cuda(), bias.cuda(), top_k, scaling=1.5, temperature=0.7)
+    assert torch.equal(chosen[0].cpu().long(), want_ids)
+    torch.testing.assert_close(chosen[1].cpu(), want_shares, rtol=1e-5, atol=1e-7)
     x[0, 0] = float("nan")
     ids, shares = run(slice(1))
     assert shares.isnan().all()

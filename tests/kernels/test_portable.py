@@ -25,6 +25,9 @@ from kernels.attention.sparse_portable import (
 )
 from kernels.engram.gate import add_gated, engram_gate
 from kernels.engram.gate_portable import engram_portable
+from kernels.engram.gather import gather_rows
+from kernels.engram.gather_portable import gather_portable
+from kernels.engram.hash import ngram_rows
 from kernels.mhc.mix import hyper_mix
 from kernels.mhc.rms_norm import rms_norm
 from kernels.mhc.streams import collapse, collapse_norm, expand
@@ -328,3 +331,27 @@ def test_engram(device: str, bf16: bool) -> None:
     inputs = streams.to(device), both.to(device), q.to(device), k.to(device)
     ours = engram_portable(*inputs, 1e-20, bf16=bf16)
     assert same(ours, wanted)
+
+
+@every_device
+def test_engram_rows_are_found_and_gathered(device: str) -> None:
+    generator = torch.Generator().manual_seed(9)
+    rows, dim, order, heads = 500, 64, 4, 2
+    codes = torch.randint(0, 127, (rows, dim), generator=generator).to(torch.uint8)
+    table = codes.view(torch.float8_e4m3fn)
+    scales = torch.randint(110, 130, (rows, dim // 32), generator=generator).to(torch.uint8)
+    ids = torch.randint(-1, 90, (23, order), generator=generator)
+    multipliers = torch.randint(1 << 40, 1 << 62, (order,), generator=generator) * 2 + 1
+    primes = torch.tensor([[61, 67], [71, 73], [79, 83]])
+    offsets = primes.flatten().cumsum(0).view(3, heads) - primes
+    constants = multipliers, primes, offsets
+    wanted = gather_rows(table, scales, ngram_rows(ids, 5, *constants))
+    if device == "cuda":
+        table, scales = table.pin_memory(), scales.pin_memory()
+    for dtype in (torch.float32, torch.bfloat16):
+        moved = [x.to(device) for x in (ids, *constants)]
+        ours = gather_portable(
+            moved[0], 5, moved[1], moved[2], moved[3], table, scales, dtype=dtype
+        )
+        assert ours.dtype is dtype
+        assert torch.equal(ours.float().cpu(), wanted)

@@ -10,7 +10,7 @@ import pytest
 from kernels import native
 
 ROOT = Path(__file__).parents[2]
-FLAGS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+FLAGS = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 RUN = """
 import sys, torch
 from kernels import native
@@ -37,9 +37,10 @@ def runtime(name: str) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("level", native.supported_levels())
 def test_no_access_out_of_bounds_and_nothing_undefined(level: str) -> None:
+    native.build_levels([level], FLAGS)  # here: below the sanitizers' libraries it takes longer
     libraries = [runtime("libasan.so"), runtime("libubsan.so")]
     assert all(os.path.isabs(path) for path in libraries), "the compiler's sanitizers are missing"
     environment = os.environ | {
@@ -53,7 +54,24 @@ def test_no_access_out_of_bounds_and_nothing_undefined(level: str) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=380,
+        timeout=840,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.strip() == "clean"
+
+
+@pytest.mark.timeout(100)
+def test_ranks_that_write_to_each_other_never_touch_what_another_may_be_at(tmp_path: Path) -> None:
+    """The one-sided exchange's protocol, under ThreadSanitizer."""
+    program = tmp_path / "exchange"
+    headers = (native.HEADERS, ROOT / "kernels" / "comm" / "csrc")
+    command = [
+        *(native.COMPILER, "-x", "c++", "-O1", "-g", "-std=c++17", "-fsanitize=thread"),
+        *("-Wno-tsan", "-pthread", *(f"-I{folder}" for folder in headers)),
+        *(str(Path(__file__).with_name("exchange_threads.cpp")), "-o", str(program)),
+    ]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[:4000]
+    assert done.stdout.strip() == "clean"
+    assert "WARNING" not in done.stderr

@@ -51,8 +51,9 @@ class Prompt:
         angles = torch.rand(LAST + 1, ROPE_DIM // 2)
         self.cos, self.sin = angles.cos(), angles.sin()
 
-    def attend(self, first: int, end: int, threads: int) -> Tensor:
-        """[end - first, heads · dim]: these tokens in a step of their own."""
+    def attend(self, first: int, end: int, threads: int, width: int = 0) -> Tensor:
+        """[end - first, heads · dim]: these tokens in a step of their own; `width`: in rows of so
+        many tokens, as those whose drafts are verified."""
         count, step, program = end - first, Step(), Program()
         queries = self.queries[first:end].clone()
         choice = Choice(
@@ -76,18 +77,21 @@ class Prompt:
             choice=choice if self.ratio else None,
         )
         positions = self.positions[first:end].contiguous()
-        starts, unused = torch.tensor([0, count]), torch.zeros(2, count, dtype=torch.int64)
-        blocks = [torch.tensor(b, dtype=torch.int32) for b in (WINDOW_BLOCKS, GLOBAL_BLOCKS)]
+        starts = torch.tensor([*range(0, count, width or count), count])
+        unused, num_rows = torch.zeros(2, count, dtype=torch.int64), len(starts) - 1
+        blocks = [
+            torch.tensor([b] * num_rows, dtype=torch.int32) for b in (WINDOW_BLOCKS, GLOBAL_BLOCKS)
+        ]
         step.fill(
             threads=threads,
             num_tokens=count,
-            num_rows=1,
+            num_rows=num_rows,
             positions=positions.data_ptr(),
             row_starts=starts.data_ptr(),
             window_blocks=blocks[0].data_ptr(),
-            window_width=len(blocks[0]),
+            window_width=blocks[0].shape[1],
             global_blocks=blocks[1].data_ptr(),
-            global_width=len(blocks[1]),
+            global_width=blocks[1].shape[1],
             plain_cos=self.cos.data_ptr(),
             plain_sin=self.sin.data_ptr(),
             turned_cos=self.cos.data_ptr(),
@@ -121,3 +125,12 @@ def test_a_prompt_cut_anywhere_gives_the_same_bits() -> None:
     for cut in (3, 17, 40):
         parts = torch.cat([prompt.attend(0, cut, 1), prompt.attend(cut, 56, 1)])
         assert torch.equal(parts.view(torch.int32), whole.view(torch.int32))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("ratio", [0, 1, 2])
+def test_a_prompt_in_rows_of_pairs_gives_the_same_bits(ratio: int, threads: int) -> None:
+    prompt = Prompt(16, ratio, TOP_K)
+    whole = prompt.attend(0, 56, 1)
+    pairs = prompt.attend(0, 56, threads, width=2)
+    assert torch.equal(pairs.view(torch.int32), whole.view(torch.int32))

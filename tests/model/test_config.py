@@ -114,7 +114,7 @@ def changed(**values: object) -> dict[str, Any]:
         ({"candidate_topk_blocks": 60}, "candidate_topk_blocks: the candidate blocks hold fewer"),
         ({"engram_num_embeddings": [384006168, 1]}, "engram_num_embeddings"),
         ({"engram_num_embeddings": [1]}, "engram_num_embeddings: 1 tables for 2"),
-        ({"engram_layer_ids": [1, 30]}, "engram_layer_ids: must lie in the first half"),
+        ({"engram_layer_ids": [1, 30]}, "engram_layer_ids: must lie below candidate"),
         ({"scoring_func": "softmax"}, "scoring_func: 'softmax' is not supported"),
         ({"num_experts_per_tok": 385}, "num_experts_per_tok: more than n_routed_experts"),
         ({"dspark_noise_token_id": 129280}, "dspark_noise_token_id: outside the vocabulary"),

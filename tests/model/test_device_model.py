@@ -10,7 +10,6 @@ import torch
 from deepmesh.config import Config, ConfigError, ExecutorConfig
 from deepmesh.wire.messages import Pool
 from services.executor.__main__ import make_engine
-from services.executor.gpu.engine import GpuEngine
 from services.executor.gpu.model import DeviceModel, load_device_model
 from services.executor.gpu.random_model import random_device_model
 from services.executor.kv_cache import KvCache
@@ -145,6 +144,6 @@ def test_a_machine_without_a_gpu_says_so() -> None:
         make_engine(Config(executor=ExecutorConfig(device="cuda")))
 
 
-def test_a_group_of_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match="a group of ranks needs"):
-        GpuEngine(Config(executor=ExecutorConfig(ranks=2)), device="cpu")
+def test_a_part_of_the_experts_needs_an_exchange() -> None:
+    with pytest.raises(ValueError, match="needs an exchange with the other ranks"):
+        load_device_model(FIXTURE, "bf16", "cpu", rank=1, ranks=2)

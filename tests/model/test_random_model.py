@@ -78,8 +78,9 @@ def test_the_real_model_has_the_published_layout() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_slice_is_a_model_that_can_be_served(name: str) -> None:
     for layers in range(2, PRESETS[name].num_layers + 1):
-        config = config_of(name, layers=layers, stages=layers % 4)
-        assert (config.num_hidden_layers, config.num_stages) == (layers, layers % 4)
+        stages = layers % (1 + PRESETS[name].num_stages)
+        config = config_of(name, layers=layers, stages=stages)
+        assert (config.num_hidden_layers, config.num_stages) == (layers, stages)
         assert set(config.compress_ratios) >= {1, 2}
 
 
@@ -88,6 +89,16 @@ def test_a_slice_has_layers_of_full_size_and_no_draft_stages() -> None:
     assert (config.hidden_size, config.n_routed_experts, config.num_stages) == (5120, 384, 0)
     layer = [spec for spec in tensor_specs(config) if spec.name.startswith("layers.1.")]
     assert 7.3e9 < sum(spec.num_bytes for spec in layer) < 7.5e9
+
+
+def test_a_slice_of_eight_layers_has_every_kind() -> None:
+    """Two of the window alone, three of the encoder, and three kinds of the decoder."""
+    config = config_of("v41-flash", layers=8)
+    assert config.compress_ratios == (0, 0, 2, 2, 2, 1, 1, 1)
+    assert config.kv_source_layer_ids == (2, 5)
+    assert config.index_source_layer_ids == (2, 5, 7)
+    assert [config.uses_candidates(layer) for layer in (5, 6, 7)] == [False, False, True]
+    assert config.engram_layer_ids == (1,)
 
 
 def test_what_is_no_slice_is_refused() -> None:

@@ -2,7 +2,9 @@
 
 import functools
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -28,9 +30,10 @@ CAPACITY = 200
 
 
 def spread(
-    ranks: int, requests_by_rank: list[list[list[int]]], numerics: str
+    ranks: int, requests_by_rank: list[list[list[int]]], numerics: str, skips: Sequence[int] = ()
 ) -> list[list[Tensor]]:
-    """Logits of whole prompts; every rank takes one step for each round."""
+    """Logits of whole prompts; every rank takes one step for each round. `skips`: first positions
+    of each rank's prompts that leave out the upper layers; the logits are those of the last."""
     store = HashStore()
     rounds = max(len(requests) for requests in requests_by_rank)
 
@@ -51,7 +54,11 @@ def spread(
             ids = requests_by_rank[rank][number]
             blocks = range(-(-len(ids) // 64))
             cache = cache_for(model, len(blocks), len(blocks), 1)
-            batch = StepBatch.build([Request(ids, blocks, blocks, 0).row(len(ids))])
+            row = Request(ids, blocks, blocks, 0).row(len(ids))
+            if skips:
+                skip = skips[rank]
+                row = replace(row, skip=skip, window_from=skip, num_logits=int(skip < len(ids)))
+            batch = StepBatch.build([row])
             out.append(model.forward(batch, cache).logits)
         del group
         exchange.close()
@@ -89,6 +96,14 @@ def test_a_part_of_the_experts_needs_an_exchange() -> None:
         load_model(FIXTURE, "fp32", rank=1, ranks=2)
 
 
+def test_ranks_may_leave_out_the_upper_layers_each_for_itself() -> None:
+    """One in part, one altogether: it works for the experts of the others; one has no tokens."""
+    requests = [[random_ids(140, 1)], [random_ids(90, 2)], []]
+    (found,), (nothing,), _ = spread(3, requests, "bf16", skips=(64, 90, 0))
+    assert same_bits(found, expected(1, 140, "bf16")[-1:])
+    assert len(nothing) == 0
+
+
 def test_more_ranks_than_experts_are_refused() -> None:
     with pytest.raises(ValueError, match=r"executor\.ranks: 17 ranks cannot share 16 experts"):
         load_weights(FIXTURE, fixture_model("fp32").config, rank=0, ranks=17)
@@ -101,5 +116,5 @@ def test_draft_stages_are_whole_on_every_rank() -> None:
     assert whole is not None
     assert part is not None
     for a, b in zip(whole.stages, part.stages, strict=True):
-        assert b.moe.first_expert == 0
+        assert b.moe.spread.first_slot == 0
         assert torch.equal(a.moe.w2.data, b.moe.w2.data)

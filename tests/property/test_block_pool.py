@@ -2,11 +2,12 @@
 
 from collections import Counter
 
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.scheduler.core.block_pool import BlockPool
+from services.scheduler.core.block_pool import SHIELDED, BlockPool
 
 TOTAL = 6
 
@@ -65,6 +66,11 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.cached[block] -= 1
         self.cached += Counter()
 
+    @precondition(lambda self: self.cached)
+    @rule(data=st.data(), on=st.booleans())
+    def shield(self, data: st.DataObject, on: bool) -> None:
+        self.pool.shield(data.draw(st.sampled_from(sorted(self.cached))), on)
+
     @rule(count=st.integers(1, 2))
     def advance(self, count: int) -> None:
         self.step += count
@@ -89,6 +95,16 @@ class BlockPoolMachine(RuleBasedStateMachine):
         if block is not None:
             assert self.cached[block] > 0
             assert self.pool.held[block] == 0
+            queue = self.pool.evictable_blocks()
+            shielded = [bool(self.pool.shielded[at]) for at in queue]
+            assert queue[0] == block
+            assert shielded == sorted(shielded), "a shielded block leaves before another"
+            assert sum(shielded) <= SHIELDED * TOTAL
+
+    @invariant()
+    def nothing_is_shielded_that_nobody_keeps(self) -> None:
+        held = {b for table in self.tables for b in table}
+        assert set(np.flatnonzero(self.pool.shielded).tolist()) <= held | set(self.cached)
 
 
 TestBlockPool = BlockPoolMachine.TestCase

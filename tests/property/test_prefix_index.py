@@ -6,8 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from deepmesh.prefix_hash import extend_chain, root_hash
 from services.scheduler.core.block_pool import BlockPool
-from services.scheduler.core.prefix_index import Point, PrefixIndex, extend_chain, root_hash
+from services.scheduler.core.prefix_index import Point, PrefixIndex
 
 SIZE, ALIGN, WINDOW = 2, 4, 4
 ROOT = root_hash(b"", "weights")

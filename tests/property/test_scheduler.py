@@ -39,6 +39,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         step_tokens=st.sampled_from([16, 32, 64]),
         draft_len=st.sampled_from([0, 0, 3]),
         one_class=st.booleans(),
+        halo=st.sampled_from([0, 22]),
         max_unacked=st.sampled_from([6, 2048, 2048]),
         crowd=st.lists(
             st.tuples(st.sampled_from([0, 0, 17, 40]), st.integers(1, 14), st.integers(6, 20)),
@@ -56,6 +57,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         step_tokens: int,
         draft_len: int,
         one_class: bool,
+        halo: int,
         max_unacked: int,
         crowd: list[tuple[int, int, int]],
     ) -> None:
@@ -76,6 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_slots=slots,
             draft_len=draft_len,
             one_kernel_class=one_class,
+            prefill_halo=halo,
             max_model_len=80,
         )
         self.begin(driver, depth)

@@ -42,6 +42,7 @@ class StoreMachine(SchedulerMachine):
         slots=st.integers(1, 5),
         draft_len=st.sampled_from([0, 0, 3]),
         one_class=st.booleans(),
+        halo=st.sampled_from([0, 22]),
         warm=st.booleans(),
         first=st.lists(st.sampled_from([10, 30, 50, 64]), min_size=1, max_size=4),
     )
@@ -54,6 +55,7 @@ class StoreMachine(SchedulerMachine):
         slots: int,
         draft_len: int,
         one_class: bool,
+        halo: int,
         warm: bool,
         first: list[int],
     ) -> None:
@@ -71,6 +73,7 @@ class StoreMachine(SchedulerMachine):
             num_slots=slots,
             draft_len=draft_len,
             one_kernel_class=one_class,
+            prefill_halo=halo,
             max_model_len=80,
         )
         self.begin(driver, depth)

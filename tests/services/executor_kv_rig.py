@@ -23,6 +23,7 @@ from deepmesh.wire.messages import (
     OpDone,
     OpKind,
     Pool,
+    Reset,
     StoreBlocks,
 )
 from services.executor.fake import FakeEngine
@@ -89,6 +90,17 @@ class Rig:
     def wait_active(self, count: int) -> None:
         """Until so many ops are at work."""
         self.remote.wait(lambda: len(self.transfers._active) == count, "not begun")
+
+    def set_deadline(self, seconds: float) -> None:
+        """Of ops ordered from now on, none of which is under way: what may fail by it has a short
+        one, the rest has all the time that a busy machine takes."""
+        self.transfers._deadline_s = seconds
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Order a new engine epoch, and wait until the executor has given up its ops for it."""
+        before = self.transfers._generation
+        self.remote.send(Reset(epoch))
+        self.remote.wait(lambda: self.transfers._generation > before, "no new epoch")
 
     # ------------------------------------------------------------ stores and loads
 
@@ -167,7 +179,6 @@ def rig(
     engine: FakeEngine | None = None,
     *,
     chunk_bytes: int = 0,
-    deadline_s: float = 0.0,
     linked: bool = True,
 ) -> Iterator[Rig]:
     """An executor with an empty device, once it has found the kvstore at `config`."""
@@ -176,7 +187,6 @@ def rig(
         transfers = run.service._transfers
         if transfers is not None:
             transfers._chunk_bytes = chunk_bytes or transfers._chunk_bytes
-            transfers._deadline_s = deadline_s or transfers._deadline_s
         made = Rig(config, remote, engine, transfers)
         if linked:
             made.wait_link()

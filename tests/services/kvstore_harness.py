@@ -55,6 +55,7 @@ class Running:
     """A service on a thread of its own."""
 
     def __init__(self, config: Config, clock: Callable[[], float] = time.time) -> None:
+        self.config = config
         tracer = telemetry.setup("kvstore", "kvstore-0", config)
         self.service = KvStoreService(config, index=0, tracer=tracer, clock=clock)
         self.thread = threading.Thread(target=self.service.run)

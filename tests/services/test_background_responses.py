@@ -388,6 +388,23 @@ def test_a_kvstore_that_lost_its_records_is_told_again() -> None:
     assert other.told_to(late) == shop.told_to(rid)
 
 
+def test_what_a_kvstore_did_not_hear_is_asked_again_once_it_is_there() -> None:
+    """A gateway may be linked, and send a request again, before the kvstore is: that request is
+    what is taken up, and the one of the index gives way to it."""
+    kept: Kept = {}
+    first = Office(kept)
+    promised = first.answer(first.begin(PLAIN, rid=7))
+    again = Office(kept)
+    again.is_open = False
+    rid = again.begin(PLAIN, rid=7)
+    again.is_open = True
+    again.core.store_up(again.clock)
+    again.act()
+    assert again.answer(rid)["id"] == promised["id"]
+    again.finish(again.started())
+    assert text_of(again.get("response", promised["id"])) == TEXT
+
+
 def test_a_thinking_budget_holds_in_the_background_too() -> None:
     shop = Office({})
     body = {**PLAIN, "reasoning": {"effort": "high"}, "thinking_token_budget": 3}

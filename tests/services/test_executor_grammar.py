@@ -17,6 +17,7 @@ from deepmesh.wire.messages import (
     SamplingParams,
     StepStatus,
 )
+from services.executor.gpu.engine import GpuEngine
 from services.executor.masks.grammar_masks import GrammarMasks
 from services.executor.runner import ModelEngine
 from services.executor.stream import StreamExecutor
@@ -40,13 +41,18 @@ PROMPT = rendered("Who are you? Answer in JSON.")
 class Rig:
     """An executor with masks, the waits long enough for a busy machine."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str, wait_ms: float = 2000) -> None:
+        self.kind = kind
         config = Config(
             scheduler=SchedulerConfig(max_rows=8, max_model_len=512),
-            executor=ExecutorConfig(global_blocks=64, window_blocks=64, mask_wait_ms=2000),
+            executor=ExecutorConfig(global_blocks=64, window_blocks=64, mask_wait_ms=wait_ms),
         )
         self.masks = GrammarMasks(config, "executor-0-0", lambda *about: None)
-        self.executor = StreamExecutor(ModelEngine(config, masks=self.masks))
+        if kind == "cpu":
+            self.executor = StreamExecutor(ModelEngine(config, masks=self.masks))
+        else:
+            device = "cuda" if kind == "gpu" else "cpu"
+            self.executor = StreamExecutor(GpuEngine(config, masks=self.masks, device=device))
         self._epoch = 0
 
     def host(self) -> Host:
@@ -57,11 +63,23 @@ class Rig:
         return Host(self.executor, capacity, epoch=self._epoch)
 
 
-@pytest.fixture(scope="module")
-def rig() -> Iterator[Rig]:
-    rig = Rig()
+BY_HAND, GPU = pytest.mark.large, pytest.mark.gpu
+KINDS = ("cpu", pytest.param("gpu on a host", marks=BY_HAND), pytest.param("gpu", marks=GPU))
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    rig = Rig(request.param)
     yield rig
     rig.executor.close()
+
+
+@pytest.fixture(scope="module")
+def hasty(rig: Rig) -> Iterator[Rig]:
+    """Of the same kind; its steps wait for no mask that is not there yet."""
+    made = Rig(rig.kind, wait_ms=0)
+    yield made
+    made.executor.close()
 
 
 def admit(
@@ -72,7 +90,7 @@ def admit(
     )
 
 
-def step(host: Host, *requests: Request) -> None:
+def submit(host: Host, *requests: Request) -> None:
     """One row of each request; a row that samples does so under its grammar."""
     rows = [host.row(request) for request in requests]
     for request, row in rows:
@@ -80,7 +98,28 @@ def step(host: Host, *requests: Request) -> None:
         if row["source"] == RowSource.DEVICE:  # a null row leaves the last position undone
             row["start_lo"] = len(request.prompt) - 1
     host.submit(*rows)
+
+
+def take(host: Host) -> None:
     assert host.take().status is StepStatus.OK, host.results[-1].error
+
+
+def step(host: Host, *requests: Request) -> None:
+    submit(host, *requests)
+    take(host)
+
+
+def run_ahead(host: Host, *requests: Request) -> None:
+    """As `run`, with two steps in flight."""
+    for _ in range(10_000):
+        going = [request for request in requests if request.done is DoneReason.NONE]
+        if going and len(host.in_flight) < 2:
+            submit(host, *going)
+        elif host.in_flight:
+            take(host)
+        else:
+            return
+    raise AssertionError("the requests do not end")
 
 
 def run(host: Host, *requests: Request) -> None:
@@ -199,3 +238,29 @@ def test_a_broken_grammar_fails_its_request_alone(rig: Rig) -> None:
     assert bad.done is DoneReason.GRAMMAR_ERROR
     assert bad.output == []
     assert good.done in (DoneReason.GRAMMAR, DoneReason.EOS, DoneReason.LENGTH)
+
+
+def words(host: Host) -> list[Request]:
+    return [
+        admit(host, make_grammar("regex", "[a-z]{200}"), seed=4, max_new=10),
+        admit(host, make_grammar("lark", 'start: "alpha" | "beta"\n'), seed=2),
+        admit(host, None, seed=1, max_new=8),
+    ]
+
+
+def test_neither_steps_in_flight_nor_masks_that_are_missed_change_tokens(
+    rig: Rig, hasty: Rig
+) -> None:
+    host = rig.host()
+    calm = words(host)
+    run(host, *calm)
+    for other in (rig, hasty):
+        host = other.host()
+        found = words(host)
+        run_ahead(host, *found)
+        for ours, theirs in zip(found, calm, strict=True):
+            assert (ours.output, ours.logprobs, ours.done) == (
+                theirs.output,
+                theirs.logprobs,
+                theirs.done,
+            )

@@ -102,6 +102,17 @@ def test_steps_run_in_the_group_of_their_epoch(
     assert not list(tmp_path.glob("g/*"))
 
 
+def test_a_rank_measures_itself_without_the_others(groups: list[ExpertGroup]) -> None:
+    first = groups[0]
+    with first.apart():
+        x = torch.ones(2, 4)
+        here = first.dispatch(x, torch.tensor([[1, 2]] * 2), torch.ones(2, 2), OWNERS)
+        assert here.x.shape == (4, 4)  # as much as two ranks send
+        assert torch.equal(first.combine(here.x.unsqueeze(1).expand(-1, 2, -1)), 2 * x)
+    with pytest.raises(AssertionError, match="no group step"):
+        first.dispatch(x, torch.tensor([[1, 2]] * 2), torch.ones(2, 2), OWNERS)
+
+
 def test_a_step_of_another_epoch_is_refused_without_waiting(groups: list[ExpertGroup]) -> None:
     for epoch in (4, 6):
         with pytest.raises(GroupLost, match=f"epoch {epoch} is over"):

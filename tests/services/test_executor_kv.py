@@ -13,7 +13,6 @@ from deepmesh.wire.messages import (
     KvMove,
     KvStatus,
     Pool,
-    Reset,
     StepStatus,
     SubmitStep,
 )
@@ -256,7 +255,7 @@ def test_a_new_epoch_abandons_ops_and_touches_none_of_their_blocks(tmp_path: Pat
         store.send_signal(signal.SIGSTOP)
         old = made.load(block(0, 2))
         made.wait_active(1)
-        made.remote.send(Reset(2))
+        made.begin_epoch(2)
         late = made.load(block(0, 2))  # of an epoch that is over
         fresh = made.load(block(0, 3), epoch=2)
         store.send_signal(signal.SIGCONT)
@@ -269,15 +268,14 @@ def test_a_new_epoch_abandons_ops_and_touches_none_of_their_blocks(tmp_path: Pat
 
 def test_an_op_ends_at_its_deadline(tmp_path: Path) -> None:
     config = make_config(tmp_path)
-    with (
-        kvstore_harness.process(config) as store,
-        rig(config, deadline_s=0.3) as made,
-    ):
+    with kvstore_harness.process(config) as store, rig(config) as made:
         made.write(Pool.GLOBAL, 1, seed=1)
         assert made.done(made.store(block(0, 1))).status is KvStatus.OK
         store.send_signal(signal.SIGSTOP)
+        made.set_deadline(0.3)
         ops = [made.load(block(0, 2)) for _ in range(6)]  # more than are begun at once
         assert {made.done(op).status for op in ops} == {KvStatus.ERROR}
+        made.set_deadline(30.0)
         store.send_signal(signal.SIGCONT)
         assert made.done(made.load(block(0, 2))).status is KvStatus.OK
         with kvstore_harness.Client(config, "executor-9-9") as client:
@@ -288,14 +286,12 @@ def test_a_copy_that_waits_for_the_device_ends_at_its_deadline(tmp_path: Path) -
     """The step takes longer than the op may: its blocks must not be touched afterwards."""
     config = make_config(tmp_path)
     engine = Gated(config)
-    with (
-        kvstore_harness.running(config),
-        rig(config, engine, deadline_s=0.3) as made,
-    ):
+    with kvstore_harness.running(config), rig(config, engine) as made:
         made.write(Pool.GLOBAL, 1, seed=1)
         assert made.done(made.store(block(0, 1))).status is KvStatus.OK
         before = made.bytes_of(Pool.GLOBAL, 40)
         step = made.host.submit(made.host.row(made.host.admit(PROMPT, 2)))
+        made.set_deadline(0.3)
         assert made.done(made.load(block(0, 40), after_step=step)).status is KvStatus.ERROR
         engine.gate.set()
         made.host.take()

@@ -7,6 +7,7 @@ import pytest
 
 from deepmesh import telemetry
 from deepmesh.config import Config, MeshConfig
+from deepmesh.recorder import Kind
 from deepmesh.telemetry import SPAN_DEVICE_DECODE, SPAN_DEVICE_PREFILL, new_traceparent
 from deepmesh.waterfall import Span, read_spans
 from deepmesh.wire.messages import (
@@ -36,7 +37,7 @@ class Bench:
         config = Config(mesh=MeshConfig(name="t", run_dir=str(folder)))
         self.tracer = telemetry.setup("executor", "executor-0-1", config)
         self.now = 100.0
-        self.traces = Traces(self.tracer, scheduler="scheduler-0", rank=1, clock=lambda: self.now)
+        self.traces = Traces(self.tracer, rank=1, clock=lambda: self.now)
 
     def submit(
         self,
@@ -80,7 +81,7 @@ class Bench:
         rows = np.zeros(len(done or {}), RESULT)
         rows["slot"] = list(done or {})
         rows["done_reason"] = list((done or {}).values())
-        times = StepTimes(begin_ns=begin_ms * MS, end_ns=end_ms * MS)
+        times = StepTimes(begin_ns=begin_ms * MS, end_ns=end_ms * MS, copied_ns=end_ms * MS)
         self.traces.result(StepResult(7, EPOCH + number, 1, status, rows.tobytes(), times=times))
 
     def spans(self) -> list[Span]:
@@ -107,7 +108,7 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
 
 
-def test_prompt_and_output_are_spans_with_links_to_their_steps(bench: Bench) -> None:
+def test_prompt_and_output_are_spans_that_name_their_steps(bench: Bench) -> None:
     bench.submit(1, [(3, RowMode.PREFILL)], init={3: A})
     bench.submit(2, [(3, RowMode.PREFILL)])
     bench.result(1, 10, 14)
@@ -133,8 +134,22 @@ def test_prompt_and_output_are_spans_with_links_to_their_steps(bench: Bench) -> 
         "slowest_step": 3,
         "slowest_ms": 7.0,
     }
-    wanted = [bench.tracer.step_traceparent("scheduler-0", EPOCH + n) for n in (3, 4)]
-    assert decode.links == wanted
+    assert decode.links == [], "a step is a trace only if its scheduler's spans name it"
+
+
+def test_the_timeline_has_what_each_step_waited_for(bench: Bench) -> None:
+    bench.submit(1, [(0, RowMode.PREFILL)])
+    bench.result(1, 10, 14)
+    bench.submit(2, [(0, RowMode.DECODE)])
+    bench.result(2, 20, 23, done={0: DoneReason.NONE})
+    device = [piece for piece in bench.traces.slices(1) if piece[0] == Kind.DEVICE]
+    assert device == [(Kind.DEVICE, 1, 10 * MS, 14 * MS, 0), (Kind.DEVICE, 2, 20 * MS, 23 * MS, 1)]
+    assert {Kind(piece[0]) for piece in bench.traces.slices(1)} == {
+        Kind.QUEUED,
+        Kind.DEVICE,
+        Kind.READBACK,
+    }
+    assert [piece[1] for piece in bench.traces.slices(20 * MS)] == [2, 2, 2]
 
 
 def test_a_slot_that_changes_hands_in_flight_is_not_mistaken(bench: Bench) -> None:

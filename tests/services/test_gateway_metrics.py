@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from deepmesh.wire.messages import ErrorCode, ReplicaStats, ServiceStats, Submit
+from deepmesh.wire.messages import ErrorCode, ExpertStats, ReplicaStats, ServiceStats, Submit
+from services.gateway.expert_metrics import expert_metrics
 from services.gateway.exposition import kv_usage
 from services.gateway.metrics import Histogram, Metrics, RequestTimer
 from tests.services.gateway_harness import (
@@ -225,3 +226,32 @@ def test_a_stream_leaves_its_spans(tmp_path: Path) -> None:
     assert attributes["deepmesh.request_id"] == "label"
     assert attributes["gen_ai.usage.output_tokens"] == 2
     assert attributes["deepmesh.ttft_ms"] > 0
+    assert attributes["gen_ai.operation.name"] == "chat"
+    assert attributes["gen_ai.request.model"] == attributes["gen_ai.response.model"] == "tiny"
+    assert attributes["gen_ai.provider.name"] == "deepmesh"
+    assert attributes["gen_ai.usage.input_tokens"] == 5
+    assert attributes["gen_ai.usage.cache_read.input_tokens"] == 1
+    assert attributes["gen_ai.response.finish_reasons"] == ["stop"]
+    assert attributes["gen_ai.response.time_to_first_chunk"] > 0
+
+
+def test_balance_of_experts_is_shown_for_groups_of_several_ranks() -> None:
+    even = ExpertStats(120, 100.0, [5, 0, 2, 0, 0, 0, 0, 1], [1, 0, 0, 3, 4, 0, 0, 0], 2, 9, 24, 32)
+    group = ReplicaStats("scheduler-0", True, experts=even, shared_prompt_tokens=1024)
+    replicas = [group, ReplicaStats("scheduler-1", True)]
+    samples = {
+        (sample.name, sample.labels.get("le", "")): sample.value
+        for family in expert_metrics(replicas)
+        for sample in family.samples
+        if sample.labels["replica"] == "scheduler-0"
+    }
+    assert samples["deepmesh_moe_lb", ""] == pytest.approx(1.2)
+    assert samples["deepmesh_moe_step_imbalance_bucket", "1.02"] == 5
+    assert samples["deepmesh_moe_step_imbalance_bucket", "1.1"] == 7
+    assert samples["deepmesh_moe_step_imbalance_bucket", "+Inf"] == 8
+    assert samples["deepmesh_moe_expert_load_bucket", "1.0"] == 4
+    assert samples["deepmesh_expert_moves_total", ""] == 9
+    assert samples["deepmesh_shared_prompt_tokens_total", ""] == 1024
+    assert samples["deepmesh_experts_touched", ""] == pytest.approx(0.75)
+    names = {s.labels["replica"] for family in expert_metrics(replicas) for s in family.samples}
+    assert names == {"scheduler-0"}, "one rank has nothing to balance"

@@ -1,8 +1,8 @@
 """The gateway as a process: start, address, SIGTERM, what it imports."""
 
 import http.client
+import json
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ def request(port: int) -> http.client.HTTPConnection:
     return client
 
 
-def test_sigterm_lets_open_streams_end_and_takes_no_new_ones(tmp_path: Path) -> None:
+def test_sigterm_lets_open_streams_end_and_tells_new_ones_to_come_again(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     tokenizer = FakeTokenizer(config)
     try:
@@ -54,7 +54,12 @@ def test_sigterm_lets_open_streams_end_and_takes_no_new_ones(tmp_path: Path) -> 
             response.read(9)
 
             process.send_signal(signal.SIGTERM)
-            until(lambda: is_refused(port))
+            until(lambda: status_of(port, "/ready") == 503)
+            refused = request(port).getresponse()
+            assert (refused.status, refused.getheader("retry-after")) == (503, "1")
+            assert json.loads(refused.read())["error"]["code"] == "draining"
+            assert status_of(port, "/health") == 200
+            assert process.poll() is None
             tokenizer.finish(submit, 1, b"data: 1\n\n")
 
             assert response.read() == b"data: 1\n\n"
@@ -64,12 +69,30 @@ def test_sigterm_lets_open_streams_end_and_takes_no_new_ones(tmp_path: Path) -> 
         tokenizer.kill()
 
 
-def is_refused(port: int) -> bool:
+def status_of(port: int, path: str) -> int:
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     try:
-        socket.create_connection(("127.0.0.1", port), PATIENCE_S).close()
-    except ConnectionError:  # also reset: it was in the backlog when the listener closed
-        return True
-    return False
+        client.request("GET", path)
+        return client.getresponse().status
+    finally:
+        client.close()
+
+
+def test_asked_to_end_twice_it_waits_for_nobody(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    tokenizer = FakeTokenizer(config)
+    try:
+        with gateway_process(config) as (process, port):
+            tokenizer.linked()
+            client = request(port)
+            tokenizer.expect(Submit)
+            process.send_signal(signal.SIGTERM)
+            until(lambda: status_of(port, "/ready") == 503)
+            process.send_signal(signal.SIGTERM)
+            client.close()
+            assert process.wait(PATIENCE_S) == 0
+    finally:
+        tokenizer.kill()
 
 
 def test_what_still_runs_when_the_grace_is_over_ends_with_an_error(tmp_path: Path) -> None:

@@ -150,6 +150,6 @@ def test_the_mesh_of_compose_is_a_configuration_whose_links_are_encrypted() -> N
     addresses = config.services_by_address()
     assert all(address.startswith("tcp://") for address in addresses)
     assert sorted(addresses.values()) == [
-        *("kvstore", "router", "scheduler", "scheduler", "tokenizer", "tokenizer")
+        *("kvstore", "router", "scheduler", "scheduler", "tokenizer")
     ]
     assert config.links.keys == "/keys"

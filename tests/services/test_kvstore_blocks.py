@@ -124,3 +124,22 @@ def test_a_machine_with_less_memory_than_planned_is_used_as_far_as_it_goes(tmp_p
     assert attached == [things[i][1] for i in there]
     assert (tmp_path / "pool").stat().st_blocks * 512 <= 33 << 20
     memory.close()
+
+
+def test_what_is_on_disk_alone_comes_into_memory_in_one_go(tmp_path: Path) -> None:
+    """As far as there is room; the rest is read on its own, and damage is a miss of that block."""
+    disk = DiskTier(tmp_path, max_bytes=16 << 20)
+    put(make_orders(MemoryTier(None, 1 << 20), disk), *(block(n, 3000) for n in range(8)))
+    orders = make_orders(MemoryTier(None, 5 * PAGE_BYTES), disk)  # as after a restart
+    record = disk._index[key_of(block(6)[0].hash, block(6)[0].kind)]
+    os.pwrite(disk._last_segment(0)[1].fd, b"\xa5" * 40, record.offset)
+    asked = [KvItem(block(n)[0].hash, block(n)[0].kind) for n in range(8)]
+    answer, attached = orders.get(ME, GetBlocks(1, asked), mapped=False, now_s=0.0)
+    assert [item.tier for item in answer.items] == [KvTier.DISK] * 6 + [KvTier.NONE, KvTier.DISK]
+    assert attached == [block(n, 3000)[1] for n in range(8) if n != 6]
+    assert orders._tiers.counters["disk_hits"] == 7
+    assert orders._tiers.counters["damaged"] == 1
+    answer, _ = orders.get(ME, GetBlocks(2, asked[:2]), mapped=True, now_s=0.0)
+    orders.read(ME, BlocksRead(2))
+    assert orders.num_open == 0
+    disk.close()

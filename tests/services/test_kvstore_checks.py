@@ -1,9 +1,20 @@
 """What doctor says of kvstores."""
 
+import time
 from pathlib import Path
 
 from deepmesh.kvstore_checks import check_kvstores
-from tests.services.kvstore_harness import Client, block, damage, make_config, process, running
+from tests.redis_server import redis_server
+from tests.services.kvstore_harness import (
+    WAIT_S,
+    Client,
+    Running,
+    block,
+    damage,
+    make_config,
+    process,
+    running,
+)
 
 
 def found(config: object) -> dict[str, tuple[str, str]]:
@@ -46,3 +57,28 @@ def test_a_store_that_hangs_or_was_killed_is_named(tmp_path: Path) -> None:
         child.kill()
         child.wait()
         assert found(config)["kvstore-0"][0] == "warn"
+
+
+def test_redis_is_looked_at_before_and_while_it_is_used(tmp_path: Path) -> None:
+    with redis_server(tmp_path / "redis", "--maxmemory", "8mb") as server:
+        fits = make_config(tmp_path, redis_url=server.url, redis_max_bytes=1 << 20)
+        assert found(fits)["kvstore Redis"][0] == "ok"
+        state, text = found(make_config(tmp_path, redis_url=server.url))["kvstore Redis"]
+        assert (state, "maxmemory is 8 MiB" in text) == ("warn", True)
+        with running(fits) as store, Client(fits):
+            until_up(store)
+            assert found(fits)["kvstore-0"][0] == "ok"
+            server.kill()
+            assert found(fits)["kvstore Redis"][0] == "warn"
+            until_up(store, up=False)
+            assert "Redis does not answer" in found(fits)["kvstore-0"][1]
+    secret = make_config(tmp_path, redis_url="redis://me:secret@127.0.0.1:1/0")
+    state, text = found(secret)["kvstore Redis"]
+    assert (state, "secret" in text) == ("warn", False)
+
+
+def until_up(store: Running, *, up: bool = True) -> None:
+    shared, deadline = store.service.shared, time.monotonic() + WAIT_S
+    assert shared is not None
+    while shared.is_up is not up:
+        assert time.monotonic() < deadline

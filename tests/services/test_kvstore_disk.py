@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.kvstore.disk import DiskTier
+from services.kvstore.disk import DiskTier, joined
 from services.kvstore.files import InUse
 from services.kvstore.journal import NAME, Added, Journal, Record, Removed, Replay, pack
 from services.kvstore.tier import Stored, TierError
@@ -257,3 +257,57 @@ def test_a_journal_of_old_news_is_written_anew(tmp_path: Path) -> None:
     again = DiskTier(tmp_path, max_bytes=MAX_BYTES)
     assert again.read(b"key-1") == b"x"
     again.close()
+
+
+def test_what_will_be_read_is_named_to_the_kernel_in_whole_runs(tmp_path: Path) -> None:
+    places = [Added(b"", b"", 1, at, size, 0) for at, size in ((0, 10), (10, 5), (40, 2), (42, 8))]
+    assert list(joined(places)) == [(0, 15), (40, 50)]
+    assert list(joined([])) == []
+    fill(tmp_path)
+    tier = DiskTier(tmp_path, max_bytes=MAX_BYTES)
+    tier.expect([b"key-%d" % number for number in range(NUM)])  # every fourth is not there
+    assert tier.read(b"key-1") == payload_of(1)
+    for path in tmp_path.glob("*.segment"):
+        path.unlink()
+    tier.expect([b"key-1"])
+    assert tier.read(b"key-1") is None
+    tier.close()
+
+
+def test_payloads_are_read_to_where_they_belong_and_damage_is_left_out(tmp_path: Path) -> None:
+    """Across segments, in pieces of any size, the file's order or not; more than one call takes."""
+    fill(tmp_path)
+    tier = DiskTier(tmp_path, max_bytes=MAX_BYTES)
+    source, wanted = random.Random(3), [n for n in range(NUM) if n % 4]
+    damaged = source.choice(wanted)
+    source.shuffle(wanted)
+    rooms = {number: bytearray(len(payload_of(number))) for number in wanted}
+    places: dict[bytes, list[memoryview]] = {}
+    for number, room in rooms.items():
+        cuts = sorted({0, len(room), *(source.randrange(len(room)) for _ in range(20))})
+        places[b"key-%d" % number] = [memoryview(room)[a:b] for a, b in itertools.pairwise(cuts)]
+    places[b"nobody's"] = [memoryview(bytearray(3))]
+    record = tier._index[b"key-%d" % damaged]
+    with tier._segments[record.segment].path.open("r+b") as file:
+        file.seek(record.offset)
+        byte = file.read(1)[0]
+        file.seek(record.offset)
+        file.write(bytes([byte ^ 1]))
+    assert tier.read_into(places) == {b"key-%d" % number for number in wanted if number != damaged}
+    for number, room in rooms.items():
+        assert (bytes(room) == payload_of(number)) == (number != damaged)
+    assert tier.counters["damaged"] == 1
+    assert tier.read(b"key-%d" % damaged) is None, "it is forgotten"
+    tier.close()
+
+
+def test_a_segment_that_lost_its_end_gives_what_is_left(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, max_bytes=MAX_BYTES)
+    for number in range(3):
+        put(tier, number)
+    last = tier._index[b"key-2"]
+    os.truncate(tier._segments[last.segment].path, last.offset + last.num_bytes - 1)
+    rooms = {b"key-%d" % n: bytearray(len(payload_of(n))) for n in range(3)}
+    found = tier.read_into({key: [memoryview(room)] for key, room in rooms.items()})
+    assert found == {b"key-0", b"key-1"}
+    tier.close()

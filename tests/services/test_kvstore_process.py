@@ -15,7 +15,18 @@ from services.kvstore.memory import SharedFolder
 from tests.services.kvstore_harness import Client, block, make_config, point, process
 
 ROOT = Path(__file__).parents[2]
-PURE = ["store", "eviction", "pages", "transfers", "records", "orders", "record_orders", "tier"]
+PURE = [
+    "shared_asks",
+    "shared_orders",
+    "store",
+    "eviction",
+    "pages",
+    "transfers",
+    "records",
+    "orders",
+    "record_orders",
+    "tier",
+]
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "Shutdown"])
@@ -134,7 +145,7 @@ def test_it_starts_without_torch() -> None:
     )
     modules = {line.rsplit("|", 1)[-1].strip() for line in run.stderr.splitlines()}
     assert "services.kvstore.__main__" in modules
-    assert modules & {"torch", "numpy", "tokenizers", "starlette"} <= {"numpy"}
+    assert modules & {"torch", "numpy", "tokenizers", "starlette", "redis"} <= {"numpy"}
 
 
 @pytest.mark.parametrize("name", PURE)

@@ -238,3 +238,66 @@ def test_a_replayed_output_leaves_the_same_masks(vocabulary: MaskVocabulary, see
         assert replayed.position == again.position == 100 + count
         if count < len(output):
             again.consume(output[count])
+
+
+def walked(
+    vocabulary: MaskVocabulary, constraint: Constraint, drafts: list[int]
+) -> tuple[int, list[bytes]]:
+    """How many places have masks behind drafts, and these."""
+    rows = list(np.zeros((1 + len(drafts), vocabulary.num_words), np.int32))
+    constraint.fill(rows[0])
+    num = constraint.walk(drafts, rows)
+    return num, [row.tobytes() for row in rows[:num]]
+
+
+WALKS = [
+    ("json_schema", SCHEMA, '{"n": 123}', None),
+    ("regex", "(ab)+c", "ababc", None),
+    ("regex", "[0-9]{3}", "1234", None),
+    ("tools", "start: /ab*/", "so</think>abb", [THINK_END or 0]),
+    ("regex", "[a-z ]+", "so</think>then more", [THINK_END or 0]),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "output", "start_after"), WALKS)
+def test_masks_behind_drafts_are_those_of_outputs(
+    vocabulary: MaskVocabulary, kind: Kind, text: str, output: str, start_after: list[int] | None
+) -> None:
+    """At each position, behind right drafts and behind wrong ones; and nothing has happened."""
+    draw = random.Random(1)
+    tokens = ids_of(output)
+
+    def fresh() -> Constraint:
+        return constrained(vocabulary, kind, text, start_after=start_after)
+
+    going = fresh()
+    for at in range(len(tokens)):
+        wrong = draw.randrange(VOCAB_SIZE)
+        for drafts in (tokens[at : at + 5], [*tokens[at : at + 2], wrong, *tokens[at + 2 :][:2]]):
+            num, masks = walked(vocabulary, going, drafts)
+            assert 1 <= num <= 1 + len(drafts)
+            plain = fresh()
+            for token in tokens[:at]:
+                plain.consume(token)
+            for place in range(num):
+                row = np.zeros(vocabulary.num_words, np.int32)
+                found = plain.fill(row)
+                if found is MaskState.FREE and place:
+                    row[:] = vocabulary.all
+                assert found in (MaskState.MASK, MaskState.FREE) or place == 0
+                assert masks[place] == row.tobytes()
+                if place < len(drafts):
+                    plain.consume(drafts[place])
+            if num <= len(drafts):  # the next place: nobody may be, or sample, there
+                row = np.zeros(vocabulary.num_words, np.int32)
+                is_stop = drafts[num - 1] == EOS
+                assert is_stop or plain.fill(row) in (MaskState.BROKEN, MaskState.COMPLETE)
+        going.consume(tokens[at])
+
+
+def test_stop_ids_among_drafts_end_the_walk(vocabulary: MaskVocabulary) -> None:
+    constraint = constrained(vocabulary, "regex", "a*")
+    a = ids_of("a")[0]
+    num, _ = walked(vocabulary, constraint, [a, EOS or 0, a, a])
+    assert num == 2
+    assert EOS in allowed(vocabulary, constraint)

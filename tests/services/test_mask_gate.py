@@ -13,10 +13,12 @@ from services.executor.interface import LiveRows, Sampled
 from services.executor.masks.gate import MaskGate
 from services.executor.masks.protocol import (
     ANSWER,
+    TAG,
     TOKEN,
     Advance,
     Answers,
     Close,
+    Drafts,
     MaskState,
     Message,
     Open,
@@ -32,7 +34,7 @@ class ScriptedWorker:
     """Holds what it was told; answers when the test says so."""
 
     def __init__(self) -> None:
-        self.masks = np.full((4, 2), -1, np.int32)
+        self.masks = np.full((16, 2), -1, np.int32)  # of 4 slots, behind up to 3 drafts
         self.life = 1
         self.told: list[Message] = []
         self.mail: list[Message] = []
@@ -52,8 +54,10 @@ class ScriptedWorker:
         self.given_up.append(reason)
         self.life = 0
 
-    def answer(self, opened: Open, position: int, state: MaskState = MaskState.MASK) -> None:
-        rows = np.array([(opened.slot, opened.serial, position, state)], ANSWER)
+    def answer(
+        self, opened: Open, position: int, state: MaskState = MaskState.MASK, num: int = 0
+    ) -> None:
+        rows = np.array([(opened.slot, opened.serial, position, state, num)], ANSWER)
         self.mail.append(Answers(rows.tobytes()))
 
     def last_open(self) -> Open:
@@ -331,3 +335,60 @@ def test_another_engine_epoch_forgets_all(rig: Rig) -> None:
     assert rig.worker.last_open().serial != before.serial
     closed = [m for m in rig.worker.told if isinstance(m, Close)]
     assert np.frombuffer(closed[-1].serials, "<u4").tolist() == [before.serial]
+
+
+def test_masks_behind_drafts_are_used_as_far_as_they_are_there() -> None:
+    rig = Rig()
+    rig.admit(0)
+    rig.admit(1)
+    wide = rig.live(0, 1)._replace(counts=np.array([4, 4], np.int64), drafted=np.ones(2, bool))
+    rig.gate.begin(wide, rig.slots)
+    opens = [message for message in rig.worker.told if isinstance(message, Open)]
+    ids = np.arange(6, dtype=np.int32).reshape(2, 3)
+    rig.gate.draft(wide.slots, rig.slots.total_len[wide.slots], ids)
+    told = [message for message in rig.worker.told if isinstance(message, Drafts)]
+    assert np.frombuffer(told[0].tags, TAG).tolist() == [(o.slot, o.serial, 3) for o in opens]
+    assert unpack_ids(told[0].ids).tolist() == list(range(6))
+    assert (rig.gate.most_drafts(wide, rig.slots) >= 3).all()  # on their way
+    for opened in opens:
+        rig.worker.answer(opened, 3)
+    rig.worker.answer(opens[0], 3, num=3)
+    assert rig.gate.collect(wide, rig.slots).tolist() == [MaskState.MASK, MaskState.MASK]
+    assert rig.gate.places(wide, rig.slots).tolist() == [3, 1]  # the other ones are late
+    rig.worker.masks[4 + 0] = 7
+    assert (rig.gate.mask(0, 1) == 7).all()
+    assert rig.gate.counters["cut_drafts"] == 1
+    assert rig.gate.most_drafts(wide, rig.slots)[0] == 2
+
+
+def test_several_tokens_of_a_step_are_told_in_order() -> None:
+    rig = Rig()
+    rig.admit(0)
+    rig.admit(1)
+    live = rig.live(0, 1)
+    rig.gate.begin(live, rig.slots)
+    for opened in [message for message in rig.worker.told if isinstance(message, Open)]:
+        rig.worker.answer(opened, 3)
+    states = rig.gate.collect(live, rig.slots)
+    drawn = _drawn([1, 2, 3, STOP])._replace(
+        finite=np.ones(2, bool), counts=np.array([2, 2], np.int64)
+    )
+    rig.gate.settle(live, rig.slots, states, drawn)
+    told = [message for message in rig.worker.told if isinstance(message, Advance)]
+    rows = np.concatenate([np.frombuffer(message.tokens, TOKEN) for message in told])
+    assert rows[["slot", "position", "token"]].tolist() == [(0, 3, 1), (0, 4, 2)]
+
+
+def test_drafts_of_another_position_are_nothing() -> None:
+    rig = Rig()
+    rig.admit(0)
+    wide = rig.live(0)._replace(counts=np.array([4], np.int64), drafted=np.ones(1, bool))
+    rig.gate.begin(wide, rig.slots)
+    ids = np.zeros((1, 3), np.int32)
+    rig.gate.draft(wide.slots, rig.slots.total_len[wide.slots] + 1, ids)
+    assert not [message for message in rig.worker.told if isinstance(message, Drafts)]
+    assert rig.gate.most_drafts(wide, rig.slots).tolist() == [0]
+    rig.worker.answer(rig.worker.last_open(), 3)
+    rig.worker.answer(rig.worker.last_open(), 2, num=3)  # of a position that is gone
+    rig.gate.collect(wide, rig.slots)
+    assert rig.gate.places(wide, rig.slots).tolist() == [1]

@@ -125,6 +125,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("o")  # short: sockets lie below it
 
 
+@pytest.mark.alone
 def test_a_short_run_hides_the_host_behind_the_device(folder: Path) -> None:
     """Depth 2 hides what depth 1 shows; limits are wide where other work takes the cores."""
     plain = ["--rows", "8", "--step-ms", "20", "--steps", "20", "--no-mesh", "--work"]
@@ -139,6 +140,7 @@ def test_a_short_run_hides_the_host_behind_the_device(folder: Path) -> None:
     assert all(case["replay_same_tokens"] for case in found["cases"])
 
 
+@pytest.mark.alone
 def test_drafts_and_masks_run_through_the_real_processes(folder: Path) -> None:
     plain = ["--rows", "8", "--step-ms", "10", "--depth", "2", "--steps", "15", "--no-mesh"]
     found = run_bench(folder, *plain, "--speculation", "on", "--grammar", "on", "--work")
@@ -148,6 +150,7 @@ def test_drafts_and_masks_run_through_the_real_processes(folder: Path) -> None:
     assert case["replay_same_tokens"]
 
 
+@pytest.mark.alone
 def test_work_that_fits_no_step_slows_the_run_down(folder: Path) -> None:
     plain = ["--rows", "4", "--step-ms", "10", "--depth", "2", "--steps", "15", "--no-mesh"]
     found = run_bench(folder, *plain, "--speculation", "off", "--grammar", "off", "--work", "2")
@@ -157,6 +160,7 @@ def test_work_that_fits_no_step_slows_the_run_down(folder: Path) -> None:
     assert slowed["bubble_ratio"] > 0.4
 
 
+@pytest.mark.alone
 def test_the_whole_mesh_is_measured_with_clients_over_http(folder: Path) -> None:
     found = run_bench(folder, "--rows", "--steps", "30")
     (mesh,) = found["cases"]

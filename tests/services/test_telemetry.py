@@ -12,20 +12,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from oteltap import OtelTapHttpProtobufReceiver, OtelTapHttpProtobufReceiverSettings
 
 from deepmesh import telemetry
 from deepmesh.config import Config, MeshConfig, TelemetryConfig
 from deepmesh.telemetry import Tracer, new_traceparent, parse_traceparent
-from deepmesh.trace_export import (
-    MAX_QUEUED_SPANS,
-    CountedExporter,
-    CountedProcessor,
-    FileExporter,
-)
+from deepmesh.trace_export import MAX_QUEUED_SPANS, FileSink, SpanQueue, SpanRecord
+from deepmesh.wire.clocks import MeshClock
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"
@@ -119,10 +112,7 @@ def test_every_process_of_a_mesh_finds_the_same_context_of_a_group_step(tmp_path
     assert first == second
     assert len({telemetry.trace_id_of(found) for found in first}) == 3
     assert all(parse_traceparent(found) == found for found in first)
-    half = telemetry.setup("c", "c-0", config_in(tmp_path, sample_ratio=0.5))
-    sampled = sum(telemetry.is_sampled(half.step_traceparent("s", n)) for n in range(1000))
-    assert 400 < sampled < 600
-    for tracer in (*two, half):
+    for tracer in two:
         tracer.shutdown()
 
 
@@ -190,12 +180,56 @@ def test_a_bad_parent_makes_a_root(tmp_path: Path, parent: str) -> None:
 def test_below_an_unsampled_parent_nothing_is_recorded(tmp_path: Path) -> None:
     tracer = telemetry.setup("gateway", "gateway-0", config_in(tmp_path))
     parent = f"00-{TRACE}-{PARENT}-00"
-    assert tracer.record("hop", parent, 1, 2) == parent
+    below = tracer.record("hop", parent, 1, 2)
     span = tracer.start("request", parent)
-    assert span.traceparent == parent
     span.end()
+    for child in (below, span.traceparent):
+        assert (child[:36], child[-3:]) == (parent[:36], "-00")
+        assert child[36:52] != PARENT
     tracer.shutdown()
     assert lines_of(tmp_path) == []
+
+
+def test_an_unsampled_trace_is_exported_when_its_end_says_so(tmp_path: Path) -> None:
+    tracer = telemetry.setup("gateway", "gateway-0", config_in(tmp_path, sample_ratio=0))
+    root = tracer.start("request", f"00-{TRACE}-{PARENT}-00")
+    child = tracer.record("tokenize", root.traceparent, 1, 2)
+    tracer.record("hop", f"00-{'3' * 32}-{PARENT}-00", 1, 2)  # another one, which is not kept
+    assert tracer.flush()
+    assert lines_of(tmp_path) == []
+    tracer.keep(TRACE)
+    tracer.keep(TRACE)
+    tracer.record("detokenize", child, 3, 4)
+    root.end(5, error="HTTP 503")
+    tracer.shutdown()
+    by_name = {str(line["name"]): line for line in lines_of(tmp_path)}
+    assert sorted(by_name) == ["detokenize", "request", "tokenize"]
+    assert len(lines_of(tmp_path)) == 3, "each once"
+    assert by_name["tokenize"]["parent_id"] == by_name["request"]["span_id"]
+    assert by_name["detokenize"]["parent_id"] == by_name["tokenize"]["span_id"]
+
+
+def test_recent_spans_are_in_memory_whether_sampled_or_not(tmp_path: Path) -> None:
+    tracer = telemetry.setup("gateway", "gateway-0", config_in(tmp_path, sample_ratio=0))
+    tracer.record("tokenize", f"00-{TRACE}-{PARENT}-00", 1, 2, {"tokens": 3})
+    tracer.record("hop", f"00-{'3' * 32}-{PARENT}-01", 1, 2)
+    (line,) = tracer.spans_of(TRACE).splitlines()
+    assert json.loads(line)["attributes"] == {"tokens": 3}
+    assert tracer.spans_of("4" * 32) == b""
+    for start in range(telemetry.MAX_RECENT):
+        tracer.record("hop", f"00-{'3' * 32}-{PARENT}-00", start, start)
+    assert tracer.spans_of(TRACE) == b"", "memory is bounded"
+    tracer.shutdown()
+
+
+def test_stamps_are_those_of_the_meshs_clock(tmp_path: Path) -> None:
+    tracer = telemetry.setup("gateway", "gateway-0", config_in(tmp_path))
+    tracer.clock = MeshClock()
+    tracer.clock.hear("tokenizer-0", 1, 1_000)
+    tracer.record("hop", "", 5_000, 6_000)
+    tracer.shutdown()
+    (line,) = lines_of(tmp_path)
+    assert (line["start_ns"], line["end_ns"]) == (4_000, 5_000)
 
 
 def test_disabled_makes_no_file_and_samples_nothing(tmp_path: Path) -> None:
@@ -222,8 +256,8 @@ def test_the_ratio_decides_by_trace_id_for_roots_only(tmp_path: Path) -> None:
 
 def test_a_long_file_is_rotated_once(tmp_path: Path) -> None:
     path = tmp_path / "traces" / "gateway-0.jsonl"
-    exporter = FileExporter(path, "gateway", "gateway-0", max_bytes=100)
-    tracer = Tracer(Resource({}), [CountedProcessor(CountedExporter(exporter, 0), 60_000)], 1)
+    sink = FileSink(path, "gateway", "gateway-0", max_bytes=100)
+    tracer = Tracer([SpanQueue(sink, delay_s=60)], 1)
     for start in range(3):
         tracer.record("hop", "", start, 9)
         assert tracer.flush()
@@ -294,27 +328,55 @@ def test_an_unreachable_collector_costs_a_counter_and_one_line(
     assert tracer.num_dropped == 3000
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert [record.getMessage() for record in warnings] == [
-        "traces: OTLPSpanExporter failed; spans are dropped"
+        "traces: OtlpSink failed; spans are dropped"
     ]
     assert len(lines_of(tmp_path)) == 3000  # the file does not care
 
 
-class StuckExporter(SpanExporter):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "localhost:4317"),
+        ("OTEL_EXPORTER_OTLP_TIMEOUT", "soon"),
+        ("OTEL_EXPORTER_OTLP_CERTIFICATE", "/nowhere/ca.pem"),
+    ],
+)
+def test_a_wrong_variable_costs_the_export_and_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    value: str,
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "https://127.0.0.1:1")
+    monkeypatch.setenv(name, value)
+    tracer = telemetry.setup("gateway", "gateway-0", config_in(tmp_path))
+    tracer.record("hop", "", 1, 2)
+    tracer.shutdown()
+    assert len(lines_of(tmp_path)) == 1, "the file is written all the same"
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert warning.startswith("traces: none to a collector: ")
+
+
+class StuckSink:
     """Takes nothing until it is let go."""
 
     def __init__(self) -> None:
         self.let_go = threading.Event()
         self.num_got = 0
 
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+    def export(self, spans: Sequence[SpanRecord]) -> bool:
         self.let_go.wait(20)
         self.num_got += len(spans)
-        return SpanExportResult.SUCCESS
+        return True
+
+    def close(self) -> None:
+        pass
 
 
 def test_a_full_queue_drops_and_counts() -> None:
-    stuck = StuckExporter()
-    tracer = Tracer(Resource({}), [CountedProcessor(CountedExporter(stuck, 0), 60_000)], 1)
+    stuck = StuckSink()
+    tracer = Tracer([SpanQueue(stuck, delay_s=60)], 1)
     num_spans = 2 * MAX_QUEUED_SPANS
     for _ in range(num_spans):
         tracer.record("hop", "", 1, 2)

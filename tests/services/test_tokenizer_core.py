@@ -39,6 +39,7 @@ from services.tokenizer.actions import REPORT_STEPS, Prepare, ToGateway, ToSched
 from services.tokenizer.book import Clock
 from services.tokenizer.core import Core
 from services.tokenizer.prepare import Preparer
+from services.tokenizer.replies import MAX_ABORTS
 from services.tokenizer.service import prepare
 from services.tokenizer.spans import Stamps
 from services.tokenizer.text_stream import Token
@@ -521,13 +522,59 @@ def test_a_stop_string_ends_it_here_and_there() -> None:
     assert len(desk.ends) == 1
 
 
-def test_an_abort_that_nobody_asked_for_is_a_failure() -> None:
+def test_an_abort_that_nobody_asked_for_here_was_not_meant_for_it() -> None:
+    """Another tokenizer had it there before a link was lost, and gave it up."""
     desk = Desk()
     desk.submit()
+    desk.tokens(0, OUTPUT[:2])
+    (first,) = desk.sent(Generate)
+    desk.scheduler(Finished(RID, FinishReason.ABORT, 2))
+    (again,) = desk.sent(Generate)[-1:]
+    assert isinstance(first, Generate)
+    assert isinstance(again, Generate)
+    assert again.attempt > first.attempt
+    assert again.confirmed_ids == pack_ids(OUTPUT[:2])
+    desk.tokens(2, OUTPUT[2:])
+    desk.scheduler(Finished(RID, FinishReason.STOP, len(OUTPUT)))
+    assert desk.events() == whole()
+
+
+def test_a_request_that_is_aborted_again_and_again_fails() -> None:
+    desk = Desk()
+    desk.submit()
+    for _ in range(MAX_ABORTS):
+        desk.scheduler(Finished(RID, FinishReason.ABORT, 0))
+        assert not desk.ends
     desk.scheduler(Finished(RID, FinishReason.ABORT, 0))
     (end,) = desk.ends
     assert isinstance(end, ResponseFailed)
     assert end.code is ErrorCode.ENGINE_ERROR
+
+
+def test_an_orphan_that_is_aborted_is_not_begun_again() -> None:
+    desk = Desk()
+    desk.submit()
+    desk.core.gateway_down("gateway-0", desk.clock)
+    desk.sent(Generate)
+    desk.scheduler(Finished(RID, FinishReason.ABORT, 0))
+    assert not desk.sent(Generate)
+
+
+def test_a_continuation_brings_the_logprobs_of_its_tokens() -> None:
+    desk = Desk()
+    desk.submit({**CHAT, "logprobs": True, "top_logprobs": 1})
+    probs = np.array([-0.5, -0.25], "<f4").tobytes()
+    row = TokenRow(RID, 0, pack_ids(OUTPUT[:2]), probs, pack_ids(OUTPUT[:2]), probs)
+    desk.scheduler(TokenBatch(1, 1, [row]))
+    desk.sent(Generate)
+    desk.down()
+    desk.up()
+    desk.scheduler(Failed(RID, ErrorCode.UNKNOWN, "restarted"))  # the answer to our Attach
+    (again,) = desk.sent(Generate)
+    assert isinstance(again, Generate)
+    found = (again.confirmed_ids, again.confirmed_logprobs)
+    assert found == (pack_ids(OUTPUT[:2]), probs)
+    assert (again.confirmed_top_ids, again.confirmed_top_logprobs) == (pack_ids(OUTPUT[:2]), probs)
 
 
 def test_ended_requests_are_forgotten() -> None:

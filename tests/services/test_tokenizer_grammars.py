@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from deepmesh.grammars import compile_limits, grammar_problem, llguidance_source
+from deepmesh.grammars import compile_limits, llguidance_source, problem_of
 from deepmesh.wire.messages import ErrorCode, Grammar, Submit
 from deepmesh.wire.packed import unpack_ids
 from services.executor.masks.vocabulary import MaskVocabulary
@@ -477,5 +477,5 @@ def test_every_grammar_of_tools_compiles(preparer: Preparer) -> None:
         for name, schema in zip(names, schemas, strict=True)
     ]
     found = grammar(preparer, "chat", {"tools": listed})
-    assert grammar_problem(found) == ""
+    assert problem_of(found) == ""
     assert takes(found, block(*(call(name, q="~x") for name in names[2:])))

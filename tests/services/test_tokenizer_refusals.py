@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from deepmesh.wire.messages import ErrorCode, Generate, ResponseFailed, Submit
 from services.tokenizer.answers import Answer
 from services.tokenizer.fields import PROTOCOLS, How
+from services.tokenizer.jobs import Follow, Job
 from services.tokenizer.prepare import PROMPT_FIELD, Generation, Preparer
 from services.tokenizer.refusal import Refusal
 from services.tokenizer.service import prepare as try_to_prepare
+from services.tokenizer.store_orders import Wanted
 from services.tokenizer.vocabulary import Vocabulary
 from tests.services.tokenizer_harness import HI, MODEL, PLAIN, Bench, bench, ids_of, make_config
 from tests.tiny import VOCAB_SIZE
@@ -449,10 +451,16 @@ class HeldPreparer(Preparer):
 
     go = threading.Event()
 
-    def prepare(self, submit: Submit, context: int) -> Generation | Answer:
+    def prepare(
+        self,
+        submit: Submit,
+        context: int,
+        record: bytes | None = None,
+        fingerprints: tuple[str, ...] = (),
+    ) -> Generation | Answer | Wanted | Job | Follow:
         if len(submit.body) > 1 << 20:
             assert self.go.wait(20)
-        return super().prepare(submit, context)
+        return super().prepare(submit, context, record, fingerprints)
 
 
 def test_the_bytes_in_preparation_are_bounded(tmp_path: Path) -> None:
@@ -487,10 +495,16 @@ class PanicException(BaseException):
 class PanickingPreparer(Preparer):
     """The recipe panics while it converts."""
 
-    def prepare(self, submit: Submit, context: int) -> Generation | Answer:
+    def prepare(
+        self,
+        submit: Submit,
+        context: int,
+        record: bytes | None = None,
+        fingerprints: tuple[str, ...] = (),
+    ) -> Generation | Answer | Wanted | Job | Follow:
         if b"panic" in submit.body:
             raise PanicException("index out of bounds")
-        return super().prepare(submit, context)
+        return super().prepare(submit, context, record, fingerprints)
 
 
 def test_a_panic_in_preparation_fails_its_request_alone(tmp_path: Path) -> None:

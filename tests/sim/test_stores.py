@@ -27,6 +27,7 @@ CAPACITY = Capacity(
     block_size=8,
     chunk_align=16,
     has_masks=True,
+    prefill_halo=38,
 )
 SPAN_NS = 600 * MS
 
@@ -46,6 +47,11 @@ def conversations(seed: int, count: int) -> list[SimRequest]:
         )
         for number in range(count)
     ]
+
+
+def again(request: SimRequest, rid: bytes, arrival_ns: int) -> SimRequest:
+    """The same prompt, asked for again."""
+    return SimRequest(rid, request.prompt, request.max_tokens, arrival_ns, request.seed)
 
 
 def simulate(
@@ -86,6 +92,28 @@ def test_prefixes_outlive_executors_and_schedulers(depth: int) -> None:
         world = simulate(seed, depth=depth, kvstores=1 + seed % 2)
         loaded += world.core.stores.counters["hit_tokens"]  # by the last scheduler
     assert loaded >= 500
+
+
+def test_who_waits_for_a_place_is_loaded_ahead() -> None:
+    """A store that outlived its executor, and a queue before a device with room for one."""
+    faults = OpFaults(late=0.1, twice=0.2, lost=0.1)
+    tokens = 0
+    for seed in range(3):
+        world = World(
+            CONFIG, replace(CAPACITY, num_slots=1), seed=seed, kvstores=1, op_faults=faults
+        )
+        for request in conversations(seed, 20):
+            world.submit(request)
+        world.clock.at(SPAN_NS, partial(world.kill_executor, 0, 10 * MS))
+        draw = random.Random(seed)
+        for number, old in enumerate(conversations(seed, 12)):
+            later = SPAN_NS + 20 * MS + draw.randrange(5 * MS)
+            rid = (1000 + number).to_bytes(16, "big")
+            world.submit(again(old, rid, later))
+        world.run()
+        world.verify()
+        tokens += world.core.group.cache.prefetched_tokens
+    assert tokens >= 64
 
 
 def test_transfers_that_go_wrong_cost_time_and_no_tokens() -> None:

@@ -25,6 +25,7 @@ ROOMY = Capacity(
     window=16,
     block_size=8,
     chunk_align=16,
+    prefill_halo=38,
 )
 TINY = replace(ROOMY, num_global_blocks=20, num_window_blocks=18, num_state_blocks=6, num_slots=7)
 

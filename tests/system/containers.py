@@ -10,37 +10,80 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.system.engine import ROOT, Engine, EngineError, run
+from tests.system.engine import BASE, ROOT, TAG, Engine, EngineError, run
 
 PROJECT = "deepmesh-test"
 FILES = (ROOT / "compose/compose.yaml", Path(__file__).with_name("compose.ci.yaml"))
+EXECUTORS = ("executor-0-0", "executor-0-1", "executor-1-0", "executor-1-1")
 SERVICES = (
-    *("gateway-0", "tokenizer-0", "tokenizer-1", "router-0", "scheduler-0", "scheduler-1"),
-    *("executor-0-0", "executor-0-1", "executor-1-0", "executor-1-1", "kvstore-0"),
+    *("gateway-0", "tokenizer-1", "tokenizer-2", "router-0", "scheduler-0", "scheduler-1"),
+    *(*EXECUTORS, "kvstore-0"),
 )
-COMPOSE = Path(sysconfig.get_path("scripts")) / "docker-compose"
+# The binary itself: the script that the package installs beside it loses the exit status.
+COMPOSE = Path(sysconfig.get_path("purelib")) / "compose/docker-compose"
 UP_S = 300.0
 
 
 class ComposeMesh:
-    """Started by `up`; `down` removes containers, networks and volumes."""
+    """Started by `up`; `down` removes containers, networks and volumes.
 
-    def __init__(self, engine: Engine, port: int) -> None:
+    A service is called as its process; those of one scaled service by the numbers of its
+    containers: tokenizer-1, tokenizer-2.
+    """
+
+    def __init__(self, engine: Engine, *, port: int, api_keys: Path) -> None:
+        """`api_keys`: the file of digests that becomes a secret."""
         self._engine = engine
         self.url = f"http://127.0.0.1:{port}"
         self._env = {
             **engine.env,
             "DEEPMESH_PORT": str(port),
+            "DEEPMESH_TAG": TAG,
+            "DEEPMESH_API_KEYS": str(api_keys),
+            "REDIS_IMAGE": BASE,
             "HOST_PACKAGES": sysconfig.get_path("purelib"),
         }
 
     def up(self) -> None:
-        """Start everything and wait until every container says that it is ready."""
+        """Start everything; compose waits for the health of what others need, we for all."""
         began = time.time()
-        self._compose("up", "--detach", "--no-build", timeout_s=UP_S)
-        if self._engine.docker("wait", self.container("keys")).strip() != "0":
-            raise EngineError(f"no keys were made:\n{self.logs('keys')}")
-        self.wait_healthy(SERVICES, since=began, timeout_s=UP_S)
+        try:
+            self._compose("up", "--detach", "--no-build", timeout_s=UP_S)
+        except EngineError as error:
+            logs = self._compose("logs", "--no-color", "--tail", "20")
+            raise EngineError(f"{error}\n{logs}") from error
+        self.wait_healthy((*SERVICES, "redis"), since=began, timeout_s=UP_S)
+
+    def scale(self, service: str, number: int) -> float:
+        """So many containers of a service; what runs is left as it is.
+
+        Returns:
+            The time, for `wait_healthy`.
+        """
+        began = time.time()
+        how = ["--detach", "--no-build", "--no-deps", "--no-recreate"]
+        self._compose("up", *how, "--scale", f"{service}={number}", service, timeout_s=UP_S)
+        return began
+
+    def roll(self, service: str, tag: str) -> float:
+        """Replace a service by its image of another version, as an operator does it.
+
+        Returns:
+            The time, for `wait_healthy`.
+        """
+        self._env["DEEPMESH_TAG"] = tag
+        began = time.time()
+        how = ["--detach", "--no-build", "--no-deps"]
+        if service == "tokenizer":
+            how += ["--scale", f"tokenizer={len(self.numbers(service))}"]
+        self._compose("up", *how, service, timeout_s=UP_S)
+        return began
+
+    def numbers(self, service: str) -> list[str]:
+        """Containers of a scaled service, as they are called here."""
+        listed = ["ps", "--filter", f"name={PROJECT}-{service}-", "--format", "{{.Names}}"]
+        names = self._engine.docker(*listed).split()
+        return sorted(name.removeprefix(f"{PROJECT}-") for name in names)
 
     def down(self) -> None:
         """Remove all that `up` made."""
@@ -48,7 +91,7 @@ class ComposeMesh:
 
     def container(self, service: str) -> str:
         """Name of its container."""
-        return f"{PROJECT}-{service}-1"
+        return f"{PROJECT}-{service}" + ("" if service.startswith("tokenizer-") else "-1")
 
     def inspect(self, service: str) -> dict[str, object]:
         """What `docker inspect` says."""
@@ -66,9 +109,29 @@ class ComposeMesh:
         os.kill(int(pid), signal.SIGKILL)
         return now
 
+    def cut(self, service: str) -> None:
+        """Take it out of the network that the mesh talks in."""
+        self._engine.docker("network", "disconnect", f"{PROJECT}_mesh", self.container(service))
+
+    def join(self, service: str) -> None:
+        """Put it back, perhaps with another address, under the names that it had."""
+        alias = "tokenizer" if service.startswith("tokenizer-") else service
+        network = f"{PROJECT}_mesh"
+        self._engine.docker(
+            "network", "connect", "--alias", alias, network, self.container(service)
+        )
+
+    def pause(self, service: str) -> None:
+        """Stop all of its processes where they stand."""
+        self._engine.docker("pause", self.container(service))
+
+    def go_on(self, service: str) -> None:
+        """End the pause."""
+        self._engine.docker("unpause", self.container(service))
+
     def python(self, service: str, script: str, stdin: str = "") -> str:
         """What a script prints that runs in the service's container."""
-        argv = ["docker", "exec", "-i", self.container(service), "python", "-c", script]
+        argv = ["docker", "exec", "-i", self.container(service), "python3", "-c", script]
         return run(argv, env=self._env, stdin=stdin)
 
     def order(self, command: str) -> str:
@@ -91,7 +154,8 @@ class ComposeMesh:
         argv = ["docker", "events", "--since", f"{since:.3f}", "--filter", "event=health_status"]
         argv += ["--format", "{{.TimeNano}} {{.Actor.Attributes.name}} {{.Status}}"]
         deadline = time.monotonic() + timeout_s
-        with subprocess.Popen(argv, env=self._env, stdout=subprocess.PIPE) as events:
+        # Unbuffered: lines that a buffer held would not wake the selector.
+        with subprocess.Popen(argv, env=self._env, stdout=subprocess.PIPE, bufsize=0) as events:
             assert events.stdout is not None
             with selectors.DefaultSelector() as selector:
                 selector.register(events.stdout, selectors.EVENT_READ)
@@ -110,7 +174,9 @@ class ComposeMesh:
 
     def logs(self, service: str, num_lines: int = 15) -> str:
         """The last lines of its output."""
-        return self._compose("logs", "--no-color", "--tail", str(num_lines), service)
+        argv = ["docker", "logs", "--tail", str(num_lines), self.container(service)]
+        done = subprocess.run(argv, env=self._env, capture_output=True, text=True, timeout=60)
+        return done.stdout + done.stderr
 
     def _compose(self, *argv: str, timeout_s: float = 120) -> str:
         files = [part for file in FILES for part in ("-f", str(file))]

@@ -13,7 +13,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 START_S, STOP_S = 30.0, 60.0
 BASE = "deepmesh-base:ci"
-BASE_PACKAGES = "python3,python3-venv,ca-certificates,g++"
+BASE_PACKAGES = "python3,python3-venv,ca-certificates,g++,redis-server"
+TAG, NEXT_TAG = "ci", "next"
+TARGETS = ("gateway", "tokenizer", "router", "scheduler", "kvstore", "operator", "executor")
 CA_BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
 FORWARDING = Path("/proc/sys/net/ipv4/ip_forward")
 # The daemon is told to stop when the tests die, whatever way.
@@ -166,8 +168,21 @@ def _pip_conf() -> str:
 
 
 def build(engine: Engine, target: str, **arguments: str) -> None:
-    """The image `deepmesh:TARGET` out of compose/Dockerfile."""
+    """The image of a service out of compose/Dockerfile."""
     argv = ["build", "--quiet", "--network", "host", "-f", "compose/Dockerfile"]
     for name, value in {"BASE": BASE, **arguments}.items():
         argv += ["--build-arg", f"{name}={value}"]
-    engine.docker(*argv, "--target", target, "-t", f"deepmesh:{target}", ".", timeout_s=900)
+    tag = f"deepmesh/{target}:{TAG}"
+    engine.docker(*argv, "--target", target, "-t", tag, ".", timeout_s=900)
+
+
+def build_next(engine: Engine, target: str, wire: str) -> None:
+    """The image of the version behind ours, a wire minor version on."""
+    folder = Path(__file__).parent
+    context = engine.folder / "next"
+    context.mkdir(exist_ok=True)
+    shutil.copy(folder / "next_version.py", context)
+    argv = ["build", "--quiet", "-f", str(folder / "Dockerfile.next")]
+    argv += ["--build-arg", f"FROM=deepmesh/{target}:{TAG}", "--build-arg", f"WIRE={wire}"]
+    tag = f"deepmesh/{target}:{NEXT_TAG}"
+    engine.docker(*argv, "-t", tag, str(context), timeout_s=300)

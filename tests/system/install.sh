@@ -4,7 +4,7 @@ set -eu
 python=$1
 
 missing=
-for pair in dockerd:docker.io docker:docker.io iptables:iptables mmdebstrap:mmdebstrap; do
+for pair in dockerd:docker.io docker:docker.io iptables:iptables ip:iproute2 mmdebstrap:mmdebstrap chromium:chromium; do
     command -v "${pair%%:*}" >/dev/null || missing="$missing ${pair#*:}"
 done
 if [ -n "$missing" ]; then

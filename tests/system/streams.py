@@ -1,82 +1,124 @@
-"""Streamed chats in threads, and what came of them."""
+"""Streamed chats in threads, round after round, each compared with what came in peace."""
 
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from deepmesh.client import Client, ClientError
 
-MAX_TOKENS = 80
+NUM_STREAMS = 32
+MAX_TOKENS = 24
+ROUND_S = 240.0  # a stream that is still open after so long is lost
 PROMPTS = (
-    "What is 417 + 256?",
-    "Tell me about the river.",
-    "Copy: red green blue red",
-    "What is 12 + 900?",
-    "Who lives in the old house?",
-    "Count the words of this sentence, please.",
+    "What is {n} + 256?",
+    "Tell me about the river of {n} miles.",
+    "Copy: red green {n} blue red",
+    "Who lives in house {n}?",
 )
+
+
+def ask(client: Client, number: int) -> str:
+    """The whole text of stream `number`.
+
+    Raises:
+        ClientError: it broke, or ended for another reason than its length.
+    """
+    fields: dict[str, object] = {
+        "model": "tiny",
+        "temperature": 1.0,
+        "seed": number,
+        "max_tokens": MAX_TOKENS,
+        "ignore_eos": True,
+        "thinking": {"type": "disabled"},
+    }
+    content = PROMPTS[number % len(PROMPTS)].format(n=number)
+    if number % 4 == 3:  # long enough for blocks that go to the kvstore, and on to Redis
+        content = " ".join([content] * 24)
+    pieces: list[str] = []
+    for event in client.stream_chat([{"role": "user", "content": content}], fields):
+        if event.kind == "finish":
+            if event.text != "length":
+                raise ClientError(f"stream {number} ended by {event.text!r}")
+            return "".join(pieces)
+        pieces.append(event.text)
+    raise ClientError(f"stream {number} ended without a reason")
+
+
+def answers(url: str, key: str) -> list[str]:
+    """What comes when nothing is wrong."""
+
+    def one(number: int) -> str:
+        with Client(url, api_key=key, timeout_s=ROUND_S) as client:
+            return ask(client, number)
+
+    with ThreadPoolExecutor(NUM_STREAMS) as threads:
+        return list(threads.map(one, range(NUM_STREAMS)))
 
 
 @dataclass
 class Load:
-    """Streams that run together; each on a connection of its own."""
+    """As many streams as there are answers, each begun again as soon as it ends; a thread each."""
 
     url: str
-    moving: threading.Event = field(default_factory=threading.Event)  # text flows in all of them
-    retries: int = 0  # streams that were begun again by their client
-    longest_gap_s: float = 0.0
+    key: str
+    right: list[str]
+    wrong: list[str] = field(default_factory=list)  # what went wrong, in words
+    asked_again: int = 0  # streams that their clients had to begin anew
+    may_break: bool = False  # the gateway, which holds the connections, is being killed
 
-    def run(self, *, may_retry: bool = False) -> list[str]:
-        """All answers, in the order of PROMPTS.
+    def __enter__(self) -> "Load":
+        self._ended = threading.Event()
+        self._changed = threading.Condition()
+        self._rounds = [0] * len(self.right)
+        self._threads = [
+            threading.Thread(target=self._run, args=[number], name=f"stream {number}")
+            for number in range(len(self.right))
+        ]
+        for thread in self._threads:
+            thread.start()
+        return self
 
-        Args:
-            may_retry: begin again when the connection is cut, as clients of a gateway must.
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join(ROUND_S)
+
+    def finish_round(self) -> int:
+        """Wait until each stream that is open now has ended, and give how many were.
 
         Raises:
-            ClientError: a stream failed.
+            AssertionError: one was wrong, was lost or takes too long.
         """
-        self._moved = [False] * len(PROMPTS)
-        with ThreadPoolExecutor(len(PROMPTS)) as threads:
-            numbers = range(len(PROMPTS))
-            return list(threads.map(lambda n: self._answer(n, may_retry=may_retry), numbers))
+        with self._changed:
+            goal = [each + 1 for each in self._rounds]
+            is_over = self._changed.wait_for(lambda: self.wrong or self._are_at(goal), ROUND_S)
+        assert self.wrong == []
+        assert is_over, f"streams hang: {[g - r for g, r in zip(goal, self._rounds, strict=True)]}"
+        return len(goal)
 
-    def _answer(self, number: int, *, may_retry: bool) -> str:
-        deadline = time.monotonic() + 180
+    def _are_at(self, goal: list[int]) -> bool:
+        return all(done >= wanted for done, wanted in zip(self._rounds, goal, strict=True))
+
+    def _run(self, number: int) -> None:
+        with Client(self.url, api_key=self.key, timeout_s=ROUND_S) as client:
+            while not self._ended.is_set():
+                text = self._answer(client, number)
+                with self._changed:
+                    self._rounds[number] += 1
+                    if text != self.right[number]:
+                        self.wrong.append(f"stream {number}: {text!r} for {self.right[number]!r}")
+                    self._changed.notify_all()
+
+    def _answer(self, client: Client, number: int) -> str:
+        give_up = time.monotonic() + ROUND_S
         while True:
             try:
-                return self._stream(number)
-            except ClientError:
-                if not may_retry or time.monotonic() > deadline:
-                    raise
-                self.retries += 1
-                self.moving.wait(0.2)  # lets the gateway come back
-
-    def _stream(self, number: int) -> str:
-        fields: dict[str, object] = {
-            "model": "tiny",
-            "temperature": 1.0,
-            "seed": number,
-            "max_tokens": MAX_TOKENS,
-            "ignore_eos": True,
-            "thinking": {"type": "disabled"},
-        }
-        messages: Sequence[dict[str, object]] = [{"role": "user", "content": PROMPTS[number]}]
-        pieces: list[str] = []
-        last = time.monotonic()
-        with Client(self.url, timeout_s=180) as client:
-            for event in client.stream_chat([*messages], fields):
-                now = time.monotonic()
-                if event.kind == "finish":
-                    assert event.text == "length", event
-                    return "".join(pieces)
-                if pieces:
-                    self.longest_gap_s = max(self.longest_gap_s, now - last)
-                last = now
-                pieces.append(event.text)
-                if len(pieces) == 5:
-                    self._moved[number] = True
-                    if all(self._moved):
-                        self.moving.set()
-        raise ClientError("the stream ended without a reason")
+                return ask(client, number)
+            except ClientError as error:
+                if not self.may_break or time.monotonic() > give_up:
+                    return f"{type(error).__name__}: {error}"
+            self.asked_again += 1
+            with suppress(ClientError):
+                self._ended.wait(0.2)  # lets the gateway come back

@@ -4,6 +4,7 @@ from deepmesh.wire import messages as m
 
 RID = bytes(range(16))
 IDS = b"\x01\x00\x00\x00\xff\x1f\x00\x00"
+WORK = m.DeviceWork(1, 50, 900, 2.5e12, 3e9, 1e12, 5e10)
 REPLICA = m.ReplicaStats(
     "scheduler-0",
     True,
@@ -39,17 +40,39 @@ REPLICA = m.ReplicaStats(
     6,
     70,
     1,
+    [9, 5],
+    [7, 2],
+    m.ExpertStats(900, 450.5, [3, 2, 1], [4, 5], 2, 9, 30, 64),
+    "decode",
+    m.HandoverStats(9, 8, 1, 1024, 4096, 10, 20, 3, 2, 1, 4, [7, 1], [8]),
+    6000,
+    20_000,
+    5_000,
+    9_000,
+    step_totals=m.StepTotals(
+        50, 900, 10, 5, [48, 2], 70, 3, 200, 400, [1, 49], [1], [2], [3], (4, 5, 6)
+    ),
+    cache=m.CacheStats((9, 8, 7, 6), 40, 5, [4, 3, 2, 1], [1, 2], 3, 256, 1024),
+    drafts=m.DraftStats(500, 40, 700, 12, 9000, 11_000, [0.25, -0.5]),
+    devices=[WORK],
+)
+ROUTER = m.RouterStats(
+    "router-0", 1, 99, 7, 2, 9000, 8000, 64, [("hit", 5), ("load", 3)], [("scheduler-0", 12.5)]
+)
+LINK = m.LinkStats(
+    "scheduler-0", "scheduler", "executor-0-0", "executor", True, 2, 30, 40, 5, b"\x03" * 8
 )
 TRACE = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
 SAMPLING = m.SamplingParams(0.5, 40, 0.9, 0.05, 0.1, 0.2, 1.1, [(7, -2.5)], True, IDS, [IDS])
 GRAMMAR = m.Grammar("regex", "a+", IDS, b"\x09")
 IDENTITY = ("tokenizer", "tokenizer-0", b"\x01" * 8, (1, 0), "0.1.0", "cafe", 3, b"\x02", 16)
+SPLIT = m.Split(1, [128, 144, 160], 130, 96)
 STEP = m.SubmitStep(
     1,
     (1 << 40) + 5,
     7,
     1,
-    m.Descriptor(m.StepKind.MIXED, 128, 2, 0, 0, 0, 0, 1, m.GroupFlag.PAUSE),
+    m.Descriptor(m.StepKind.MIXED, 128, 2, 0, 0, 0, 0, 1, m.GroupFlag.PAUSE, 77, SPLIT, 2, 1, 96),
     b"r" * 48,
     [m.SlotInit(0, 1, 99, 1, IDS, 2, 64, 1, SAMPLING, 11, 0, IDS, GRAMMAR, 5, 128, 3, TRACE, 2)],
     b"b" * 20,
@@ -57,6 +80,7 @@ STEP = m.SubmitStep(
     b"s" * 8,
     b"c" * 16,
     (1 << 40) + 3,
+    m.Part(IDS, IDS, 3, IDS, 4),
 )
 GENERATE = m.Generate(
     RID,
@@ -81,9 +105,16 @@ GENERATE = m.Generate(
     "ab" * 16,
     2,
     b"tenant",
+    "scheduler-1",
+    marks=IDS[:4],
+    confirmed_logprobs=bytes(8),
+    confirmed_top_ids=5 * IDS,
+    confirmed_top_logprobs=bytes(40),
 )
 PROMPT = m.PromptLogprobs(1, b"\x00" * 4, IDS, b"\x00" * 8, 1, IDS[:4])
-COSTS = m.StepCosts(1_000_000, 20_000, 5_000, 9_000, [(32, 2_000_000), (64, 3_000_000)])
+COSTS = m.StepCosts(
+    1_000_000, 20_000, 5_000, 9_000, [(32, 2_000_000), (64, 3_000_000)], 400_000, 8_000
+)
 CAPACITY = (
     *(1, 0, 256, 128, 64, 64, 8192, 8192, 64, 64, 128, 5),
     *(True, "f00d", COSTS, True, (9, 8, 7)),
@@ -94,11 +125,20 @@ ITEM = m.KvItem(
 )
 MOVE = m.KvMove(HASH, m.KvKind.BLOCK, [(m.Pool.GLOBAL, 9)])
 
+TIMES = m.StoreHistogram("disk", "get", [0, 3, 1], 0.25)
+FIGURES = m.StoreFigures("kvstore-0", [("hits", 4)], [TIMES])
+
 EXAMPLES: tuple[m.AnyMessage, ...] = (
     m.Hello(*IDENTITY),
     m.Welcome(*IDENTITY),
     m.Refused("protocol 2, this side speaks 1", (1, 0)),
-    m.Heartbeat(m.ServiceStats(True, 3, [REPLICA]), 10**18),
+    m.Heartbeat(
+        m.ServiceStats(True, 3, [REPLICA], ROUTER, [LINK], [FIGURES], 6, WORK),
+        10**18,
+        90_000,
+        -7,
+        1,
+    ),
     m.Drain(12.5),
     m.Shutdown(1.5),
     m.Submit(RID, "chat", b"{}", 5, "ab", b"t", 1, 10**18, "00-x", 4, 1_700_000_000),
@@ -124,7 +164,14 @@ EXAMPLES: tuple[m.AnyMessage, ...] = (
     m.Pause(),
     m.Resume(),
     m.Progress("experts", 3, 16),
-    m.Capacity(*CAPACITY, "ab" * 16, 256),
+    m.Capacity(
+        *CAPACITY,
+        "ab" * 16,
+        256,
+        (8, 16, 4),
+        m.PromptWork([0, 127], [9, 10], 16),
+        prefill_halo=253,
+    ),
     STEP,
     m.StepResult(
         1,
@@ -142,6 +189,9 @@ EXAMPLES: tuple[m.AnyMessage, ...] = (
         m.StepTimes(1, 2, 3, 4, 5, 1),
         "",
         [PROMPT],
+        b"\x05\x00\x00\x00",
+        b"\x06\x00\x00\x00",
+        m.Drafting(700, 10, [0.25, -0.5]),
     ),
     m.GpuDone(1, 0, (1 << 40) + 5, [(2, 0)]),
     m.Reset(2),
@@ -164,10 +214,34 @@ EXAMPLES: tuple[m.AnyMessage, ...] = (
     m.DropRecord(12, "response", "resp_1", "cafe"),
     m.Record(11, m.KvStatus.OK, "response", "resp_1", "cafe", b"{}", 59.5, "why"),
     m.BlockEvents(True, [ITEM], [ITEM]),
+    m.PrefixEvents(True, "f00d", 64, 128, b"\x01" * 32, b"\x02" * 16),
     m.GetStoreStats(13),
-    m.StoreStats(13, [("hits", 4)]),
+    m.StoreStats(13, [("hits", 4)], [TIMES], [("kvstore-1", 9)]),
+    m.FlushStore(14, True),
+    m.StoreFlushed(14, m.KvStatus.OK, 7, 9, "d"),
     m.FlushCache(),
     m.SetLogLevel("debug"),
     m.CompileGrammars(1, [(4, GRAMMAR)]),
     m.GrammarsCompiled(1, 0, [4]),
+    m.PlaceExperts(1, 78, [(3, IDS)], 77),
+    m.ExpertsPlaced(1, 0, 78, "why"),
+    m.GetRecords(14, 10**18, "a" * 32),
+    m.Records(
+        14,
+        "scheduler-0",
+        "scheduler",
+        [(1, 7, 10**18, 10**18 + 5, 3)],
+        [m.StepNote(7, m.StepKind.DECODE, 2, 2, [RID])],
+        b"{}\n",
+        1,
+        [(7, 2.5e9, 1e8)],
+        (1e12, 5e10),
+    ),
+    m.KeepTrace("a" * 32),
+    m.PrefillFor(15, RID, 2, IDS, 10.0, 1, b"salt", -1, b"tenant", TRACE),
+    m.HandOff(15, RID, 2, "executor-1-0", 3, 128, HASH, 3, 64),
+    m.HandOffRefused(15, "why"),
+    m.HandOffRenew([15, 16]),
+    m.HandOffDone(15, True),
+    m.ReleaseBlocks(3, [8, 9]),
 )

@@ -211,8 +211,8 @@ def test_data_before_hello_is_refused(listener: Listener, raw: RawPeer) -> None:
     assert raw.receive(listener)[:2] == ["Refused", "data before Hello"]
 
 
-@pytest.mark.parametrize(("major", "protocol"), [(1, [2, 0]), (2, [2, 0])])
-def test_another_major_version_is_refused_naming_both(
+@pytest.mark.parametrize(("major", "protocol"), [(1, [2, 0]), (2, [2, 0]), (1, [1, 2])])
+def test_a_version_too_far_apart_is_refused_naming_both(
     listener: Listener, raw: RawPeer, major: int, protocol: list[int]
 ) -> None:
     raw.send("Hello", "tokenizer", "raw", b"12345678", protocol, major=major)
@@ -224,8 +224,26 @@ def test_another_major_version_is_refused_naming_both(
 
 
 def test_a_newer_minor_version_is_served(listener: Listener, raw: RawPeer) -> None:
-    raw.send("Hello", "tokenizer", "raw", b"12345678", [1, 1], "b", "c", 0, b"", 0, "new field")
+    raw.send(
+        "Hello", "tokenizer", "raw", b"12345678", [1, 1], "b", "c", 0, b"", 0, b"", "new field"
+    )
     assert raw.receive(listener)[0] == "Welcome"
+
+
+def test_a_listener_of_a_version_too_far_apart_gets_no_link(address: str, dial: MakeDialer) -> None:
+    """It would have us; its fields may mean what this side does not know."""
+    with zmq.Context.instance().socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        router.bind(address)
+        dialer = dial()
+        pump(lambda _: bool(router.poll(0)), dialer)
+        identity, *_ = router.recv_multipart()
+        welcome = ["Welcome", "scheduler", "scheduler-0", b"12345678", [1, 2]]
+        router.send_multipart([identity, msgpack.packb([1, 0, 0]), msgpack.packb(welcome)])
+        assert pump(lambda _: bool(dialer.refused_reason), dialer) == []
+    assert "1.2" in dialer.refused_reason
+    assert "1.0" in dialer.refused_reason
+    assert dialer.peer is None
 
 
 def test_unknown_tags_are_counted_and_the_link_lives(listener: Listener, raw: RawPeer) -> None:

@@ -38,6 +38,7 @@ struct Store {
   BOTH void operator()(int64_t i) const {
     const int64_t groups = (dim + kGroup - 1) / kGroup, row = i / groups, c = i % groups * kGroup;
     const float* from = x + row * dim + c;
+    if (slots[row] < 0) return;
     uint8_t* to = pool + slots[row] * row_bytes(format, dim);
     if (format == kFloat) {
       for (int64_t k = 0; k < least(kGroup, dim - c); ++k) reinterpret_cast<float*>(to)[c + k] = from[k];

@@ -33,7 +33,7 @@ struct Arguments {
   const float* sinks;            // [heads]
   const float *cos, *sin;        // [tokens, 32], or null: do not rotate back
   __nv_bfloat16* out;            // [tokens, heads, 512]
-  int heads, window_width, compressed_width;
+  int heads, window_width, compressed_width, turns;  // turns: queries come unrotated
   float scale;  // of scores as powers of two
 };
 
@@ -69,6 +69,16 @@ __device__ __forceinline__ float power_of_two(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// Four pairs of channels rotated and rounded, as store_rows.cu does it.
+__device__ __forceinline__ void turn(uint4& pairs, const float* cos, const float* sin) {
+  uint32_t* const words = reinterpret_cast<uint32_t*>(&pairs);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float c = cos[i], s = sin[i], a = bf16::low(words[i]), b = bf16::high(words[i]);
+    words[i] = bf16::pair(__fadd_rn(__fmul_rn(a, c), -__fmul_rn(b, s)), __fadd_rn(__fmul_rn(b, c), __fmul_rn(a, s)));
+  }
 }
 
 // Two steps of K: words of rows g and g + 8, four pairs of channels each.
@@ -353,6 +363,11 @@ __global__ void __launch_bounds__(kWarps * 32, 1) attention_kernel(const Argumen
     uint4 some[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) some[i] = from[i];
+    if (args.turns && 128 * j + 32 * q >= kChannels - kRotated) {
+      const int64_t at = token * (kRotated / 2) + (128 * j + 32 * q - (kChannels - kRotated)) / 2;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) turn(some[i], args.cos + at + 4 * i, args.sin + at + 4 * i);
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       uint2* const to = shared.queries + ((j * 4 + i) * 2 * kTiles + n) * 32 + lane;
@@ -520,8 +535,8 @@ cudaError_t run(const Arguments& arguments, int tokens, cudaStream_t stream) {
 extern "C" int sparse_decode(const void* queries, int64_t tokens, int64_t heads, const void* window,
                              const void* window_slots, int64_t window_width, const void* compressed,
                              const void* compressed_slots, int64_t compressed_width, const void* sinks,
-                             const void* cos, const void* sin, float scale, int64_t block_heads, void* out,
-                             void* stream_pointer) {
+                             const void* cos, const void* sin, int64_t turns, float scale, int64_t block_heads,
+                             void* out, void* stream_pointer) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
   const Arguments arguments{static_cast<const __nv_bfloat16*>(queries),
                             static_cast<const uint8_t*>(window),
@@ -535,6 +550,7 @@ extern "C" int sparse_decode(const void* queries, int64_t tokens, int64_t heads,
                             static_cast<int>(heads),
                             static_cast<int>(window_width),
                             static_cast<int>(compressed_width),
+                            static_cast<int>(turns),
                             scale * bf16::kPutBack * kLog2e};
   const int count = static_cast<int>(tokens);
   if (block_heads == 8) return run<8>(arguments, count, stream);

@@ -28,12 +28,12 @@ INLINE void put_row(const float* x, int64_t dim, const float* weight, float eps,
     pack_row(row, dim, format, to);
 }
 
-// Window rows of a layer, and before them, if rank > 0, the norm of the low-rank query:
-// x[token] = low-rank query [rank] | window row [dim].
-EXPORT void step_window_rows(const Step* s, const float* x, int64_t stride, int64_t rank,
-                             const float* q_norm, float* low_rank, int64_t dim, const float* kv_norm,
-                             float eps, int64_t turned, int64_t half, int64_t bf16, int64_t format,
-                             uint8_t* pool) {
+// The norm of the low-rank query, if rank > 0, and rows of the pool's format behind it:
+// x[token] = low-rank query [rank] | row [dim]; slot(token), negative: nowhere.
+template <class Slot>
+static void put_rows(const Step* s, const float* x, int64_t stride, int64_t rank, const float* q_norm,
+                     float* low_rank, int64_t dim, const float* kv_norm, float eps, int64_t turned,
+                     int64_t half, int64_t bf16, int64_t format, uint8_t* pool, const Slot& slot_of) {
     const Angles angles(*s, turned, half);
     const int64_t bytes = row_bytes((RowFormat)format, dim);
     parallel_ranges(s->num_tokens, s->threads, 8, [&](int64_t first, int64_t end) {
@@ -41,12 +41,29 @@ EXPORT void step_window_rows(const Step* s, const float* x, int64_t stride, int6
         for (int64_t t = first; t < end; t++) {
             const float* from = x + t * stride;
             if (rank) norm_row(from, q_norm, rank, eps, bf16, low_rank + t * rank);
-            const int64_t position = s->positions[t], slot = s->window_slot(s->row_of[t], position);
+            const int64_t slot = slot_of(t);
             if (slot < 0) continue;
-            put_row(from + rank, dim, kv_norm, eps, angles.at(position, false, space), bf16,
+            put_row(from + rank, dim, kv_norm, eps, angles.at(s->positions[t], false, space), bf16,
                     (RowFormat)format, pool + slot * bytes);
         }
     });
+}
+
+// Window rows of a layer.
+EXPORT void step_window_rows(const Step* s, const float* x, int64_t stride, int64_t rank,
+                             const float* q_norm, float* low_rank, int64_t dim, const float* kv_norm,
+                             float eps, int64_t turned, int64_t half, int64_t bf16, int64_t format,
+                             uint8_t* pool) {
+    put_rows(s, x, stride, rank, q_norm, low_rank, dim, kv_norm, eps, turned, half, bf16, format, pool,
+             [&](int64_t t) { return s->window_slot(s->row_of[t], s->positions[t]); });
+}
+
+// Rows of the blocks of a draft stage, which no later step reads: row t of `rows` is token t's.
+EXPORT void step_block_rows(const Step* s, const float* x, int64_t stride, int64_t rank,
+                            const float* q_norm, float* low_rank, int64_t dim, const float* kv_norm,
+                            float eps, int64_t half, int64_t bf16, int64_t format, uint8_t* rows) {
+    put_rows(s, x, stride, rank, q_norm, low_rank, dim, kv_norm, eps, false, half, bf16, format, rows,
+             [](int64_t t) { return t; });
 }
 
 INLINE void pool_pair(const float* even, const float* even_gate, const float* odd,
@@ -129,16 +146,29 @@ EXPORT void step_choose_all(const Step* s, int64_t ratio, int64_t top_k, int32_t
 enum Candidates : int64_t { IGNORE = 0, PUBLISH = 1, OBEY = 2 };
 constexpr int64_t RUN_TOKENS = 16;  // of one row that share the keys that they look at
 
-// Consecutive tokens of one row.
+// Whether token t follows the one before it in one request: rows of the same blocks, too, since a
+// request whose drafts are verified is cut into rows.
+INLINE bool follows(const Step& s, int64_t t) {
+    const int64_t before = s.row_of[t - 1], row = s.row_of[t];
+    if (s.positions[t - 1] + 1 != s.positions[t]) return false;
+    const auto same = [&](const int32_t* blocks, int64_t width) {
+        return !std::memcmp(blocks + before * width, blocks + row * width, width * sizeof(int32_t));
+    };
+    return before == row ||
+           (same(s.window_blocks, s.window_width) && same(s.global_blocks, s.global_width));
+}
+
+// Consecutive tokens of one request. `within_rows`: those of one row alone.
 struct Run {
     int64_t first, count;
 };
-static std::vector<Run> crowded_runs(const Step& s, int64_t ratio, int64_t top_k) {
+static std::vector<Run> crowded_runs(const Step& s, int64_t ratio, int64_t top_k, bool within_rows) {
     std::vector<Run> runs;
     for (int64_t t = 0; t < s.num_tokens; t++) {
         if (s.visible(t, ratio) <= top_k) continue;
         const bool joins = !runs.empty() && runs.back().first + runs.back().count == t &&
-                           runs.back().count < RUN_TOKENS && s.row_of[t - 1] == s.row_of[t];
+                           runs.back().count < RUN_TOKENS && follows(s, t) &&
+                           (!within_rows || s.row_of[t - 1] == s.row_of[t]);
         if (joins)
             runs.back().count++;
         else
@@ -156,7 +186,7 @@ EXPORT void step_choose(const Step* s, int64_t ratio, const float* queries, cons
                         int64_t num_blocks, int32_t* candidates, int32_t* candidate_counts) {
     const Angles angles(*s, true, half);
     const RowPool keys(pool, format, dim);
-    const std::vector<Run> runs = crowded_runs(*s, ratio, top_k);
+    const std::vector<Run> runs = crowded_runs(*s, ratio, top_k, role == OBEY);
     parallel((int64_t)runs.size(), s->threads, [&](int64_t job) {
         const Run run = runs[job];
         const int64_t row = s->row_of[run.first], last = run.first + run.count - 1;
@@ -219,7 +249,7 @@ static std::vector<Run> attention_runs(const Step& s, int64_t window_size) {
     for (int64_t t = 0; t < s.num_tokens; t++) {
         const bool joins = !runs.empty() && runs.back().count < RUN_TOKENS &&
                            s.positions[runs.back().first] >= window_size - 1 &&
-                           s.row_of[t - 1] == s.row_of[t] && s.positions[t - 1] + 1 == s.positions[t];
+                           follows(s, t);
         if (joins)
             runs.back().count++;
         else
@@ -387,7 +417,41 @@ EXPORT void step_attention(const Step* s, const float* queries, int64_t heads, i
     });
 }
 
+// Attention of draft blocks, `size` tokens each: all of them see the window's rows before the first
+// one, and the rows of the whole block. sinks [size, heads].
+EXPORT void step_block_attention(const Step* s, const float* queries, int64_t heads, int64_t dim,
+                                 int64_t half, const float* sinks, int64_t bf16, int64_t window_size,
+                                 int64_t format, const uint8_t* window, const uint8_t* block,
+                                 int64_t size, float* out) {
+    const Angles angles(*s, false, half);
+    const RowPool recent(window, format, dim), own(block, format, dim);
+    const int64_t parts = s->num_rows < s->threads ? size : 1, some = size / parts;
+    parallel(s->num_rows * parts, s->threads, [&](int64_t job) {
+        const int64_t row = job / parts, first = row * size, from = first + job % parts * some;
+        PoolRows rows(window_size + size, dim);
+        const int64_t anchor = s->positions[first];
+        for (int64_t p = std::max<int64_t>(0, anchor - window_size); p < anchor; p++) {
+            const int64_t slot = s->window_slot(row, p);
+            if (slot >= 0) rows.add(recent, slot);
+        }
+        for (int64_t t = first; t < first + size; t++) rows.add(own, t);
+        float* query = scratch<6, float>(some * heads * dim);
+        const auto turn = [&](const float* x, bool inverse, float* to) {
+            for (int64_t t = from; t < from + some; t++) {
+                const Turn at = angles.at(s->positions[t], inverse, scratch<0, float>(4 * half));
+                for (int64_t h = 0; h < heads; h++, x += dim, to += dim) rotate_row(x, dim, at, bf16, to);
+            }
+        };
+        turn(queries + from * heads * dim, false, query);
+        float* result = out + from * heads * dim;
+        attend(query, some * heads, dim, rows, sinks, bf16, result);
+        turn(result, true, result);
+    });
+}
+
 CALLABLE(step_window_rows)
+CALLABLE(step_block_rows)
+CALLABLE(step_block_attention)
 CALLABLE(step_compress)
 CALLABLE(step_store_entries)
 CALLABLE(step_choose_all)

@@ -29,3 +29,5 @@ EXPORT void hyper_mix(const float* streams, const uint32_t* fn, int64_t kind, co
     mix_tokens({scale, base, hc, iters, hc_eps, norm_eps, weight}, streams, tokens, threads, pre, post,
                comb, [](int64_t, int64_t) {});
 }
+
+CALLABLE(rms_norm)

@@ -5,15 +5,13 @@
 // of squares, the projection runs over the new streams in shared memory, its weights streaming
 // by. Sums have an order of their own: the bits of a token do not depend on how many share a cluster.
 
-#include "hopper.cuh"
+#include "mixing.cuh"
 
-using namespace hopper;
+using namespace mixing;
 
 namespace {
 
 constexpr int kRanks = 16;  // more than what is portable: sm_90 has clusters of 16
-constexpr int kStreams = 4;
-constexpr int kColumns = (2 + kStreams) * kStreams;
 constexpr int kWarps = 8, kThreads = kWarps * 32;
 constexpr int kWarpColumns = kColumns / kWarps;
 constexpr int kChunk = 256;  // inputs of the projection, of a block's share
@@ -28,7 +26,7 @@ struct Arguments {
   const float* fn;              // [16, chunks, 24, 256]
   const float *scale, *base;    // [3], [24]
   const float* norm;            // [hidden]
-  __nv_bfloat16* next;          // [tokens, hidden]: input of the sublayer ahead
+  __nv_bfloat16* next;          // [tokens, hidden]: input of the sublayer ahead, or null: not wanted
   float *next_pre, *next_post, *next_comb;
   int tokens, hidden, iters, stages;
   float hc_eps, norm_eps;
@@ -54,57 +52,6 @@ __device__ __forceinline__ float sum_of_ranks(const float* p) {
 #pragma unroll
   for (int rank = 1; rank < kRanks; ++rank) sum += parts[rank];
   return sum;
-}
-
-__device__ __forceinline__ float reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ float sigmoid(float x) { return __fdiv_rn(1.f, 1.f + expf(-x)); }
-
-__device__ __forceinline__ uint4 narrow(const float (&values)[8]) {
-  uint4 packed;
-  __nv_bfloat162* const pairs = reinterpret_cast<__nv_bfloat162*>(&packed);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) pairs[i] = __floats2bfloat162_rn(values[2 * i], values[2 * i + 1]);
-  return packed;
-}
-
-// Σ_i pre_i · X_i of eight channels, rounded.
-__device__ __forceinline__ void collapse(const float (&streams)[kStreams][8], const float4& pre, float (&to)[8]) {
-#pragma unroll
-  for (int c = 0; c < 8; ++c) {
-    float sum = streams[0][c] * pre.x;
-    sum = fmaf(streams[1][c], pre.y, sum);
-    sum = fmaf(streams[2][c], pre.z, sum);
-    to[c] = round_bf16(fmaf(streams[3][c], pre.w, sum));
-  }
-}
-
-// Rows, then columns, `iters` times; comb[i][j] is source i, destination j.
-__device__ void sinkhorn(float (&comb)[kStreams][kStreams], int iters, float eps) {
-#pragma unroll
-  for (int i = 0; i < kStreams; ++i) {
-    const float most = fmaxf(fmaxf(comb[i][0], comb[i][1]), fmaxf(comb[i][2], comb[i][3]));
-#pragma unroll
-    for (int j = 0; j < kStreams; ++j) comb[i][j] = expf(comb[i][j] - most);
-  }
-#pragma unroll 1
-  for (int k = 0; k < iters; ++k) {
-#pragma unroll
-    for (int i = 0; i < kStreams; ++i) {
-      const float factor = reciprocal(comb[i][0] + comb[i][1] + comb[i][2] + comb[i][3] + (k ? eps : 0.f));
-#pragma unroll
-      for (int j = 0; j < kStreams; ++j) comb[i][j] = comb[i][j] * factor + (k ? 0.f : eps);
-    }
-#pragma unroll
-    for (int j = 0; j < kStreams; ++j) {
-      const float factor = reciprocal(comb[0][j] + comb[1][j] + comb[2][j] + comb[3][j] + eps);
-#pragma unroll
-      for (int i = 0; i < kStreams; ++i) comb[i][j] *= factor;
-    }
-  }
 }
 
 template <int kTokens>
@@ -158,12 +105,9 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThreads, 2) se
       at[i] = reinterpret_cast<uint4*>(args.streams + (token * kStreams + i) * args.hidden + channel);
       packed[i] = *at[i];
     }
-    const float4 pre = *reinterpret_cast<const float4*>(args.carried + token * kStreams);
+    const float4 pre =
+        args.next ? *reinterpret_cast<const float4*>(args.carried + token * kStreams) : make_float4(0.f, 0.f, 0.f, 0.f);
     if (args.output) {
-      float before[kStreams][8], own[8];
-      widen(*reinterpret_cast<const uint4*>(args.output + token * args.hidden + channel), own);
-#pragma unroll
-      for (int i = 0; i < kStreams; ++i) widen(packed[i], before[i]);
       const float4 post4 = *reinterpret_cast<const float4*>(args.post + token * kStreams);
       const float post[kStreams] = {post4.x, post4.y, post4.z, post4.w};
       float comb[kStreams][kStreams];
@@ -172,18 +116,9 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThreads, 2) se
         const float4 row = *reinterpret_cast<const float4*>(args.comb + (token * kStreams + i) * kStreams);
         comb[i][0] = row.x, comb[i][1] = row.y, comb[i][2] = row.z, comb[i][3] = row.w;
       }
+      expand(packed, *reinterpret_cast<const uint4*>(args.output + token * args.hidden + channel), post, comb);
 #pragma unroll
-      for (int j = 0; j < kStreams; ++j) {
-        float mixed[8];
-#pragma unroll
-        for (int c = 0; c < 8; ++c) {
-          mixed[c] = own[c] * post[j];
-#pragma unroll
-          for (int i = 0; i < kStreams; ++i) mixed[c] = fmaf(before[i][c], comb[i][j], mixed[c]);
-        }
-        packed[j] = narrow(mixed);
-        *at[j] = packed[j];
-      }
+      for (int j = 0; j < kStreams; ++j) *at[j] = packed[j];
     }
     float2 sums = {0.f, 0.f};
 #pragma unroll
@@ -258,7 +193,7 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThreads, 2) se
   __syncthreads();
   cluster_arrive();  // columns are there
 
-  for (int item = threadIdx.x; item < count * pieces; item += kThreads) {
+  for (int item = threadIdx.x; args.next && item < count * pieces; item += kThreads) {
     const int t = item / pieces, piece = item % pieces;
     const int64_t token = first_token + t;
     const int channel = rank * share + piece * 8;

@@ -467,7 +467,7 @@ extern "C" int experts_decode(const void* x, const void* ids, const void* weight
   arguments.units = width / kOut;
   arguments.steps = static_cast<int>(inter / kStep);
   error = launch_experts<false>(arguments, stream);
-  if (error != cudaSuccess) return error;
+  if (error != cudaSuccess || !out) return error;  // slots are the result
   const dim3 grid(static_cast<unsigned>((width / 4 + 255) / 256), static_cast<unsigned>(tokens));
   return launch_behind(combine_kernel, grid, 256, 0, stream, static_cast<const __nv_bfloat16*>(slots),
                        static_cast<const int*>(ids), k, width, from, held, static_cast<float*>(out));

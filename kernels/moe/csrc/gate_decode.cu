@@ -21,6 +21,7 @@ struct Arguments {
   const __nv_bfloat16* weight;  // [experts, hidden]
   float* parts;                 // [slices, rows, experts]
   const float* bias;            // [experts]
+  const int* positions;         // [rows], negative: a row that goes to no expert; or null
   int* ids;                     // [rows, top_k]
   float* shares;                // [rows, top_k]
   int rows, hidden, experts, top_k;
@@ -80,27 +81,29 @@ __global__ void __launch_bounds__(kWarps * 32) logits_kernel(const Arguments arg
   }
 }
 
-// A warp a row: a lane has every 32nd expert, kOwn in all, of which the last may not be there.
-template <int kOwn>
+// A warp a row: a lane has every 32nd expert, kOwn in all, of which the last may not be there. Logits are
+// the sums of kParts.
+template <int kOwn, int kParts>
 __global__ void __launch_bounds__(kChooseWarps * 32) choose_kernel(const Arguments args) {
   __shared__ float chosen[kChooseWarps][32];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = blockIdx.x * kChooseWarps + warp;
   wait_for_previous();
   let_next_begin();
   if (row >= args.rows) return;
+  const bool is_padding = args.positions && args.positions[row] < 0;
   const int own = args.experts / 32;
-  float part[kOwn][kSlices], affinity[kOwn], choice[kOwn];
+  float part[kOwn][kParts], affinity[kOwn], choice[kOwn];
 #pragma unroll
   for (int i = 0; i < kOwn; ++i)
 #pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice)
+    for (int slice = 0; slice < kParts; ++slice)
       part[i][slice] = args.parts[(static_cast<int64_t>(slice) * args.rows + row) * args.experts +
                                   min(i, own - 1) * 32 + lane];
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
     float logit = 0.f;
 #pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice) logit += part[i][slice];
+    for (int slice = 0; slice < kParts; ++slice) logit += part[i][slice];
     logit = __fdiv_rn(logit, args.temperature);
     affinity[i] = sqrtf(log1pf(expf(-fabsf(logit))) + fmaxf(logit, 0.f));
     if (logit != logit) affinity[i] = logit;
@@ -130,7 +133,7 @@ __global__ void __launch_bounds__(kChooseWarps * 32) choose_kernel(const Argumen
     const unsigned all = __ballot_sync(~0u, is_mine);
     if (is_mine) {
       at = before + __popc(all & ((1u << lane) - 1));
-      args.ids[static_cast<int64_t>(row) * args.top_k + at] = i * 32 + lane;
+      args.ids[static_cast<int64_t>(row) * args.top_k + at] = is_padding ? -1 : i * 32 + lane;
       chosen[warp][at] = affinity[i];
     }
     before += __popc(all);
@@ -143,30 +146,35 @@ __global__ void __launch_bounds__(kChooseWarps * 32) choose_kernel(const Argumen
         __fdiv_rn(chosen[warp][lane], total + 1e-20f) * args.scaling;
 }
 
+template <int kParts>
+cudaError_t choose(const Arguments& arguments, cudaStream_t stream) {
+  const int own = arguments.experts / 32, blocks = (arguments.rows + kChooseWarps - 1) / kChooseWarps;
+  const auto kernel = own <= 4    ? choose_kernel<4, kParts>
+                      : own <= 8  ? choose_kernel<8, kParts>
+                      : own <= 12 ? choose_kernel<12, kParts>
+                                  : choose_kernel<32, kParts>;
+  return launch_behind(kernel, blocks, kChooseWarps * 32, 0, stream, arguments);
+}
+
 template <int kTiles>
 cudaError_t run(const Arguments& arguments, cudaStream_t stream) {
   const dim3 grid(arguments.experts / kExperts, kSlices, (arguments.rows + 8 * kTiles - 1) / (8 * kTiles));
   const cudaError_t error = launch_behind(logits_kernel<kTiles>, grid, kWarps * 32, 0, stream, arguments);
-  if (error != cudaSuccess) return error;
-  const int own = arguments.experts / 32, blocks = (arguments.rows + kChooseWarps - 1) / kChooseWarps;
-  const auto choose = own <= 4    ? choose_kernel<4>
-                      : own <= 8  ? choose_kernel<8>
-                      : own <= 12 ? choose_kernel<12>
-                                  : choose_kernel<32>;
-  return launch_behind(choose, blocks, kChooseWarps * 32, 0, stream, arguments);
+  return error == cudaSuccess ? choose<kSlices>(arguments, stream) : error;
 }
 
 }  // namespace
 
-// All pointers are of the device. Returns a cudaError_t.
+// All pointers are of the device. Both return a cudaError_t.
 extern "C" int gate_decode(const void* x, int64_t rows, int64_t hidden, const void* weight, int64_t experts,
-                           const void* bias, int64_t top_k, float scaling, float temperature, void* parts, void* ids,
-                           void* shares, void* stream_pointer) {
+                           const void* bias, int64_t top_k, float scaling, float temperature, const void* positions,
+                           void* parts, void* ids, void* shares, void* stream_pointer) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
   const Arguments arguments{static_cast<const __nv_bfloat16*>(x),
                             static_cast<const __nv_bfloat16*>(weight),
                             static_cast<float*>(parts),
                             static_cast<const float*>(bias),
+                            static_cast<const int*>(positions),
                             static_cast<int*>(ids),
                             static_cast<float*>(shares),
                             static_cast<int>(rows),
@@ -178,4 +186,20 @@ extern "C" int gate_decode(const void* x, int64_t rows, int64_t hidden, const vo
   if (rows <= 8) return run<1>(arguments, stream);
   if (rows <= 16) return run<2>(arguments, stream);
   return run<4>(arguments, stream);
+}
+
+// Of logits that are there.
+extern "C" int gate_choose(const void* logits, int64_t rows, int64_t experts, const void* bias, int64_t top_k,
+                           float scaling, float temperature, void* ids, void* shares, void* stream_pointer) {
+  Arguments arguments{};
+  arguments.parts = static_cast<float*>(const_cast<void*>(logits));
+  arguments.bias = static_cast<const float*>(bias);
+  arguments.ids = static_cast<int*>(ids);
+  arguments.shares = static_cast<float*>(shares);
+  arguments.rows = static_cast<int>(rows);
+  arguments.experts = static_cast<int>(experts);
+  arguments.top_k = static_cast<int>(top_k);
+  arguments.scaling = scaling;
+  arguments.temperature = temperature;
+  return choose<1>(arguments, static_cast<cudaStream_t>(stream_pointer));
 }

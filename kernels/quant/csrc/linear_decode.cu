@@ -231,15 +231,17 @@ cudaError_t run(const void* x, int depth, Arguments arguments, void* inputs, voi
     if (error != cudaSuccess) return error;
     allowed = true;
   }
-  cudaError_t error = launch_behind(prepare_kernel<S::kRows, false>, arguments.tokens, kPrepareThreads, 0,
-                                    stream, static_cast<const __nv_bfloat16*>(x), depth,
-                                    static_cast<__half*>(inputs), static_cast<float*>(input_unit));
+  cudaError_t error = cudaSuccess;
+  if (x)
+    error = launch_behind(prepare_kernel<S::kRows, false>, arguments.tokens, kPrepareThreads, 0, stream,
+                          static_cast<const __nv_bfloat16*>(x), depth, static_cast<__half*>(inputs),
+                          static_cast<float*>(input_unit));
   if (error != cudaSuccess) return error;
   arguments.passes = (arguments.tokens + S::kRows - 1) / S::kRows;
   arguments.outputs = arguments.slices == 1 ? out : partial;
   error = launch_behind(linear_kernel<kTiles>, device_multiprocessors(), kWarps * 32,
                                           S::kSharedBytes, stream, arguments);
-  if (error != cudaSuccess || arguments.slices == 1) return error;
+  if (error != cudaSuccess || arguments.slices == 1 || !out) return error;  // parts are the result
   return launch_behind(add_slices_kernel, 2 * device_multiprocessors(), 256, 0, stream,
                        static_cast<const float4*>(partial), static_cast<const float*>(input_unit),
                        arguments.slices, arguments.tokens, arguments.units * kOut,

@@ -336,14 +336,16 @@ cudaError_t run(const void* x, int depth, Arguments arguments, void* inputs, voi
     if (error != cudaSuccess) return error;
     allowed = true;
   }
-  cudaError_t error = launch_behind(prepare_kernel<kRows, true>, arguments.tokens, kPrepareThreads, 0, stream,
-                                    static_cast<const __nv_bfloat16*>(x), depth, static_cast<__half*>(inputs),
-                                    static_cast<float*>(input_unit));
+  cudaError_t error = cudaSuccess;
+  if (x)
+    error = launch_behind(prepare_kernel<kRows, true>, arguments.tokens, kPrepareThreads, 0, stream,
+                          static_cast<const __nv_bfloat16*>(x), depth, static_cast<__half*>(inputs),
+                          static_cast<float*>(input_unit));
   if (error != cudaSuccess) return error;
   arguments.passes = (arguments.tokens + kRows - 1) / kRows;
   arguments.outputs = arguments.slices == 1 ? out : partial;
   error = launch_behind(wide_kernel<kRows>, device_multiprocessors(), kThreads + 128, S::kSharedBytes, stream, arguments);
-  if (error != cudaSuccess || arguments.slices == 1) return error;
+  if (error != cudaSuccess || arguments.slices == 1 || !out) return error;  // parts are the result
   return launch_behind(add_slices_kernel, 2 * device_multiprocessors(), 256, 0, stream,
                        static_cast<const float4*>(partial), static_cast<const float*>(input_unit), arguments.slices,
                        arguments.tokens, arguments.units * kOut, static_cast<uint2*>(out));

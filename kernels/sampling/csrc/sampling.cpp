@@ -1,6 +1,6 @@
 // Sampling: noise, filters without a sort, the draw, log-probabilities, penalties, masks.
 // Contracts: kernels/sampling/*.py. A row's results depend on that row alone.
-#include "lanes.h"
+#include "step.h"
 
 #include <algorithm>
 
@@ -295,6 +295,16 @@ EXPORT void sample_tokens(const float* logits, int64_t rows, int64_t n, const fl
         ids[r] = draw_row(x, n, best, filter.temperature, cut, stream);
     });
 }
+
+// A place of a chain of drafts: see step.cpp.
+EXPORT void step_draw(const Step* s, int64_t place, int64_t n, const float* temperature,
+                      const int64_t* top_k, const float* top_p, const float* min_p,
+                      const int64_t* seed, const int64_t* sub_index, const int64_t* position,
+                      int64_t purpose, int64_t* ids) {
+    sample_tokens(s->logits + place * s->num_rows * n, s->num_rows, n, temperature, top_k, top_p, min_p,
+                  seed, sub_index, position, purpose, ids, s->threads);
+}
+CALLABLE(step_draw)
 
 EXPORT void gumbel_noise(int64_t seed, int64_t sub_index, int64_t position, int64_t purpose,
                          int64_t num, float* out) {

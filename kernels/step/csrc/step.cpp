@@ -67,5 +67,34 @@ EXPORT void step_embed(const Step* s, const float* table, int64_t hc, int64_t hi
     });
 }
 
+// Of the chain of drafts, place by place: row r of place p is row p * num_rows + r of what has all of
+// them. `before` [num_rows] is the token before the place: its row of `table` [rank], alone and behind
+// the row of `hidden`.
+EXPORT void step_chain_rows(const Step* s, int64_t place, const int64_t* before, const float* table,
+                            int64_t rank, const float* hidden, int64_t width, float* embedded,
+                            float* joined) {
+    for (int64_t r = 0; r < s->num_rows; r++) {
+        const int64_t at = place * s->num_rows + r;
+        const float* row = table + before[r] * rank;
+        float* both = joined + at * (width + rank);
+        std::memcpy(embedded + r * rank, row, rank * sizeof(float));
+        std::memcpy(both, hidden + at * width, width * sizeof(float));
+        std::memcpy(both + width, row, rank * sizeof(float));
+    }
+}
+
+// Adds `more` [num_rows, n] to the logits of a place.
+EXPORT void step_chain_logits(const Step* s, int64_t place, int64_t n, const float* more) {
+    float* logits = s->logits + place * s->num_rows * n;
+    parallel_ranges(s->num_rows * n, s->threads, 1 << 14, [&](int64_t first, int64_t end) {
+        for (int64_t i = first; i < end; i += LANES) {
+            const int64_t left = end - i;
+            store_part(logits + i, load_part(logits + i, left) + load_part(more + i, left), left);
+        }
+    });
+}
+
 CALLABLE(step_begin)
 CALLABLE(step_embed)
+CALLABLE(step_chain_rows)
+CALLABLE(step_chain_logits)

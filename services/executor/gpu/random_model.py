@@ -1,5 +1,6 @@
 """Models of real shape with random weights made on the device: for benchmarks and tests."""
 
+import re
 import zlib
 from pathlib import Path
 from typing import Any
@@ -39,32 +40,47 @@ def random_device_model(
     Args:
         raw: config.json, perhaps of `preset_config`; Engram takes every id for itself.
     """
+    model, _ = random_device_parts(raw, numerics=numerics, device=device, seed=seed, fast=fast)
+    return model
+
+
+def random_device_parts(
+    raw: dict[str, Any],
+    *,
+    numerics: str = "bf16",
+    device: str = "cuda",
+    seed: int = 0,
+    fast: bool = True,
+) -> tuple[DeviceModel, list[Tensor]]:
+    """`random_device_model`, and the biases of its routers by layer, which it looks at anew in
+    each step."""
     text = raw["text_config"]
     text = text | {"engram_compressed_vocab_size": text["vocab_size"]}
     config, name = parse_config(raw | {"text_config": text}), torch.device(device)
-    weights = _RandomReader(config, name, seed).model(Path())
+    weights = RandomReader(config, name, seed).model(Path())
     how = Device(name, Numerics.named(numerics), fast and name.type == "cuda")
-    return DeviceModel(config, weights, numerics, how)
+    biases = [layer.moe.bias for layer in weights.layers]
+    return DeviceModel(config, weights, numerics, how), biases
 
 
-class _RandomReader(Reader):
+class RandomReader(Reader):
     """Draws tensors where others read them; never zeros."""
 
     def __init__(self, config: ModelConfig, device: torch.device, seed: int) -> None:
         super().__init__({}, config, 0, 1, lambda stage, done, total: None, STORED)
         self._specs = {spec.name: spec for spec in tensor_specs(config)}
         self._vocab_size, self._device, self._seed = config.vocab_size, device, seed
-        self._tables: dict[bytes, Tensor] = {}
+        self._tables: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
     def raw(self, name: str) -> Tensor:
         """A function of name, shape and seed alone, on the device; a table of rows on the host."""
         spec = self._specs[name]
-        held = value_table(spec)
-        if held.dtype == np.uint16:  # of which torch can do little
-            held = held.view(np.int16)
         device = torch.device("cpu") if ".engram.embed." in name else self._device
-        key = held.tobytes() + str(device).encode()
+        key = re.sub(r"\d+", "", name), spec.shape  # of any layer and expert
         if key not in self._tables:
+            held = value_table(spec)
+            if held.dtype == np.uint16:  # of which torch can do little
+                held = held.view(np.int16)
             self._tables[key] = torch.from_numpy(held).to(device)
         generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode(), self._seed))
         draws = torch.randint(

@@ -21,6 +21,8 @@ from kernels.attention.sparse_cuda import (
 )
 from kernels.attention.sparse_portable import index_scores_portable, sparse_attention_portable
 from kernels.attention.store_rows_cuda import PackedFormat, store_rows_decode
+from kernels.quant.linear_portable import FP4_UE8M0, round_portable
+from kernels.step.rows_cuda import index_queries
 from services.executor.gpu.linears import Device
 from services.executor.model_config import BLOCK_TOKENS, ModelConfig
 from services.executor.models.plan import Angles, ScoreGroup
@@ -58,7 +60,14 @@ class Rows(Protocol):
         compressed: tuple[RowPool, Tensor] | None,
         sinks: Tensor,
     ) -> Tensor:
-        """`sparse_attention` of rotated queries, rotated back; pools with their slots."""
+        """`sparse_attention` of queries that are rotated here, and the result back.
+
+        Pools come with their slots, negative for none.
+        """
+        ...
+
+    def index_queries(self, x: Tensor, angles: Angles) -> Tensor:
+        """Rotated and rounded as keys are: [num_tokens, heads, dim]."""
         ...
 
     def scores(
@@ -81,7 +90,7 @@ def rows_for(config: ModelConfig, device: Device) -> Rows:
     )
     if fits and device.fast and device.numerics.bf16:
         return HopperRows()
-    return PortableRows(bf16=device.numerics.bf16)
+    return PortableRows(device)
 
 
 class PortableRows:
@@ -89,8 +98,9 @@ class PortableRows:
 
     index_type = torch.int64
 
-    def __init__(self, *, bf16: bool) -> None:
-        self._bf16 = bf16
+    def __init__(self, device: Device) -> None:
+        self._bf16, self._rounds_keys = device.numerics.bf16, device.numerics.rounds_caches
+        self._dtype = device.dtype
 
     def store(
         self,
@@ -105,7 +115,8 @@ class PortableRows:
     ) -> None:
         """See `Rows`."""
         weight, eps = norm or (None, 0.0)
-        store_rows_portable(x, *angles, pool, slots, bf16=self._bf16, weight=weight, eps=eps)
+        bf16, slots = self._bf16, slots.long()
+        store_rows_portable(x.float(), *angles, pool, slots, bf16=bf16, weight=weight, eps=eps)
 
     def attend(
         self,
@@ -117,15 +128,24 @@ class PortableRows:
     ) -> Tensor:
         """See `Rows`."""
         pool, slots = compressed or (None, None)
-        out = sparse_attention_portable(queries, *window, pool, slots, sinks, bf16=self._bf16)
-        return rotate_portable(out, *angles, inverse=True, bf16=self._bf16)
+        slots = None if slots is None else slots.long()
+        near, bf16 = (window[0], window[1].long()), self._bf16
+        turned = rotate_portable(queries.float(), *angles, bf16=bf16)
+        out = sparse_attention_portable(turned, *near, pool, slots, sinks, bf16=bf16)
+        return rotate_portable(out, *angles, inverse=True, bf16=bf16).to(self._dtype)
+
+    def index_queries(self, x: Tensor, angles: Angles) -> Tensor:
+        """See `Rows`."""
+        x = rotate_portable(x.float(), *angles, bf16=self._bf16)
+        return round_portable(x, FP4_UE8M0) if self._rounds_keys else x
 
     def scores(
         self, queries: Tensor, weights: Tensor, pool: RowPool, table: BlockTable, group: ScoreGroup
     ) -> Tensor:
         """See `Rows`."""
-        seen = group.rows, group.visible, group.num_keys
-        return index_scores_portable(queries, weights, pool, table, *seen, bf16=self._bf16)
+        seen = group.rows.long(), group.visible.long(), group.num_keys
+        table = BlockTable(table.blocks.long(), table.entries, table.null_row)
+        return index_scores_portable(queries, weights.float(), pool, table, *seen, bf16=self._bf16)
 
 
 class HopperRows:
@@ -150,7 +170,7 @@ class HopperRows:
         if packed_format is PackedFormat.KEY:
             held = held.view(-1, entries * held.shape[1])
         store_rows_decode(
-            x.bfloat16(), angles, held, slots, packed_format, norm=weight, eps=eps, entries=entries
+            x, angles, held, slots, packed_format, norm=weight, eps=eps, entries=entries
         )
 
     def attend(
@@ -164,22 +184,27 @@ class HopperRows:
         """See `Rows`."""
         pool, slots = compressed or (None, None)
         return sparse_attention_decode(
-            queries.bfloat16(),
+            queries,
             window[0].rows,
             window[1],
             None if pool is None else pool.rows,
             slots,
             sinks,
             rope=angles,
-        ).float()
+            turns_queries=True,
+        )
+
+    def index_queries(self, x: Tensor, angles: Angles) -> Tensor:
+        """See `Rows`."""
+        return index_queries(x, angles)
 
     def scores(
         self, queries: Tensor, weights: Tensor, pool: RowPool, table: BlockTable, group: ScoreGroup
     ) -> Tensor:
         """See `Rows`."""
         return index_scores_decode(
-            queries.bfloat16(),
-            weights.bfloat16(),
+            queries,
+            weights,
             pool.rows.view(-1, table.entries * pool.rows.shape[1]),
             table.blocks,
             table.entries,

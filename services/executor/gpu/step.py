@@ -9,6 +9,13 @@ from kernels.attention.block_slots import BlockTable
 from services.executor.models.plan import Angles, RatioPlan, ScoreGroup, StepPlan
 
 
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """x on the device; the copy is in the order of the stream, and nobody waits for it."""
+    if device.type != "cuda" or x.is_cuda:
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class DeviceRatio:
     """`RatioPlan`; `slots` are those of the entries that a token sees if it need leave out none."""
@@ -56,13 +63,13 @@ def to_device(
     def slots(held: Tensor, null_row: int) -> Tensor:
         if index_type is torch.int32:
             held = torch.where(held == null_row, -1, held).int()
-        return held.to(device)
+        return sent(held, device)
 
     def narrow(held: Tensor) -> Tensor:
-        return held.to(index_type).to(device)
+        return sent(held.to(index_type), device)
 
     def angles(pair: Angles) -> Angles:
-        return pair[0].to(device), pair[1].to(device)
+        return sent(pair[0], device), sent(pair[1], device)
 
     def ratio(own: RatioPlan) -> DeviceRatio:
         null_row = own.table.null_row
@@ -71,10 +78,10 @@ def to_device(
             table=table,
             slots=slots(own.table.slots(plan.row_of, own.all_visible), null_row),
             groups=[
-                ScoreGroup(g.tokens.to(device), narrow(g.rows), narrow(g.visible), g.num_keys)
+                ScoreGroup(sent(g.tokens, device), narrow(g.rows), narrow(g.visible), g.num_keys)
                 for g in own.groups
             ],
-            ending=own.ending.to(device),
+            ending=sent(own.ending, device),
             write_slots=slots(own.write_slots, null_row),
             angles=angles(own.angles),
         )
@@ -87,9 +94,9 @@ def to_device(
         compressed=angles(plan.compressed),
         ratios={number: ratio(own) for number, own in plan.ratios.items()},
         pairs=DevicePairs(
-            pairs.resumed.to(device),
-            pairs.resumed_blocks.to(device),
-            pairs.open_tokens.to(device),
-            pairs.open_blocks.to(device),
+            sent(pairs.resumed, device),
+            sent(pairs.resumed_blocks, device),
+            sent(pairs.open_tokens, device),
+            sent(pairs.open_blocks, device),
         ),
     )

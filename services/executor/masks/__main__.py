@@ -32,6 +32,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--vocab-size", type=int, required=True)
     parser.add_argument("--slots", type=int, required=True)
+    parser.add_argument("--places", type=int, required=True, help="1 and the drafts of a row")
     parser.add_argument("--cache-size", type=int, required=True)
     parser.add_argument("--compile-s", type=float, required=True)
     parser.add_argument("--threads", type=int, required=True)
@@ -47,13 +48,15 @@ def main() -> int:
     except ValueError as error:
         _log.error("no grammars: %s", error)
         return 2
-    memory = mmap.mmap(arguments.memory, 4 * arguments.slots * vocabulary.num_words)
-    masks = np.frombuffer(memory, np.int32).reshape(arguments.slots, vocabulary.num_words)
+    rows = arguments.places * arguments.slots
+    memory = mmap.mmap(arguments.memory, 4 * rows * vocabulary.num_words)
+    masks = np.frombuffer(memory, np.int32).reshape(rows, vocabulary.num_words)
     worker = Worker(
         end,
         orders,
         masks,
         vocabulary,
+        num_slots=arguments.slots,
         cache_size=arguments.cache_size,
         compile_s=arguments.compile_s,
         threads=arguments.threads,

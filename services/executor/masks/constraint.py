@@ -1,26 +1,30 @@
 """One request's output under its grammar: how far it has come, and what may follow."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from llguidance import LLMatcher
 
 from deepmesh.grammars import MAY_STOP_EARLY, MAY_USE_MARKERS
 from deepmesh.wire.packed import unpack_ids
 from services.executor.masks.protocol import MaskState, Open
-from services.executor.masks.vocabulary import MaskVocabulary, Words
+from services.executor.masks.vocabulary import BITS, MaskVocabulary, Words
 
 
 class Constraint:
     """A matcher behind the text that the grammar starts after (the end of thinking)."""
 
     def __init__(self, order: Open, matcher: LLMatcher, vocabulary: MaskVocabulary) -> None:
-        """`matcher` is ours alone; the output in `order` is replayed."""
+        """`matcher` stands at the start of an output, and stays there; that of `order` is
+        replayed by a copy."""
         self.slot, self.serial = order.slot, order.serial
         output = unpack_ids(order.output).tolist()
         self.position = order.position - len(output)
-        self._matcher, self._vocabulary = matcher, vocabulary
+        self._fresh, self._matcher, self._vocabulary = matcher, matcher.deep_copy(), vocabulary
         self._min_len = order.min_len
         kind, rows = order.grammar.kind, vocabulary.stops(order.stop_ids)
         self._may_stop_early = kind in MAY_STOP_EARLY
+        self._stop_ids = frozenset(unpack_ids(order.stop_ids).tolist())
         self._stops, self._unended = rows.stops, rows.unended
         self._going_on = rows.with_marker if kind in MAY_USE_MARKERS else rows.plain
         self._marker = b"".join(
@@ -29,6 +33,9 @@ class Constraint:
         self._seen = b""  # end of the output that could begin the marker
         self._has_begun = not self._marker
         self._is_broken = False
+        self._taken: list[int] = []  # tokens, by the matcher
+        self._is_trying = False  # what comes are drafts
+        self.state = MaskState.MISSING  # at `position`
         self._nothing = bytes(4 * vocabulary.num_words)
         self._row: Words | None = None  # that was filled last, and where it lies
         self._address = 0
@@ -38,6 +45,7 @@ class Constraint:
     def consume(self, token: int) -> None:
         """The next token of the output."""
         self.position += 1
+        self.state = MaskState.MISSING
         if self._has_begun:
             self._match([token])
         else:
@@ -51,6 +59,8 @@ class Constraint:
             self._seen = self._seen[-(len(self._marker) - 1) :] if len(self._marker) > 1 else b""
             return
         self._has_begun = True
+        if self._is_trying:  # a matcher that refuses what comes with the marker is of no more use
+            self._matcher = self._matcher.deep_copy()
         rest = self._seen[found + len(self._marker) :]
         if rest:
             self._match(self._vocabulary.tokenizer.tokenize_bytes(rest))
@@ -61,9 +71,53 @@ class Constraint:
             return
         if self._matcher.is_stopped() or not self._matcher.consume_tokens(tokens):
             self._is_broken = True
+        else:
+            self._taken += tokens
+
+    def walk(self, drafts: Sequence[int], rows: Sequence[Words]) -> int:
+        """Masks for the places behind drafts, as far as they may follow; nothing has happened
+        afterwards.
+
+        Args:
+            drafts: that stand at `position` and behind; what is there for it has been filled.
+            rows: one for each place; the first holds what was filled.
+        Returns: how many places have a mask, the first one included; a place where anything may
+            come has one that allows all.
+        """
+        if self.state not in (MaskState.MASK, MaskState.FREE):
+            return 1
+        state, position, seen, matcher = self.state, self.position, self._seen, self._matcher
+        has_begun, num_taken = self._has_begun, len(self._taken)
+        self._is_trying = True
+        place, at = 0, state
+        while place < len(drafts):
+            draft = drafts[place]
+            is_legal = at == MaskState.FREE or _allows(rows[place], draft)
+            if not is_legal or draft in self._stop_ids:
+                break
+            self.consume(draft)
+            at = self.fill(rows[place + 1])
+            if at == MaskState.FREE:
+                rows[place + 1][:] = self._vocabulary.all
+            elif at != MaskState.MASK:
+                break
+            place += 1
+        extra = len(self._taken) - num_taken
+        del self._taken[num_taken:]
+        self.position, self.state, self._seen, self._matcher = position, state, seen, matcher
+        self._has_begun, self._is_broken, self._is_trying = has_begun, False, False
+        if has_begun and (matcher.is_error() or (extra and not matcher.rollback(extra))):
+            # what only drafts led to is nothing that the request may fail for
+            self._matcher = self._fresh.deep_copy()
+            self._is_broken = not self._matcher.consume_tokens(self._taken)
+        return 1 + place
 
     def fill(self, row: Words) -> MaskState:
         """What may come at `position`; for MASK, `row` says so."""
+        self.state = self._fill(row)
+        return self.state
+
+    def _fill(self, row: Words) -> MaskState:
         if not self._has_begun:
             if self._may_stop_early:
                 return MaskState.FREE
@@ -87,3 +141,7 @@ class Constraint:
         if is_whole and self.position >= self._min_len:
             row |= self._stops
         return MaskState.MASK
+
+
+def _allows(row: Words, token: int) -> bool:
+    return bool(int(row[token // BITS]) >> (token % BITS) & 1)

@@ -13,10 +13,12 @@ from deepmesh.wire.packed import pack_ids
 from services.executor.interface import LiveRows, Sampled
 from services.executor.masks.protocol import (
     ANSWER,
+    TAG,
     TOKEN,
     Advance,
     Answers,
     Close,
+    Drafts,
     MaskState,
     Message,
     Open,
@@ -25,9 +27,13 @@ from services.executor.masks.protocol import (
 from services.executor.masks.vocabulary import Words
 from services.executor.slots import SlotTable
 
+DRAFTS_S = 0.001  # for masks behind drafts; without them there are fewer drafts
 LAST_S = 0.1  # to learn whether the last token that fits completes the output
 HANG_S = 5.0  # an answer that takes so long does not come
 NOWHERE = -1
+UNBOUND = 1 << 20  # more drafts than any row has
+
+Drafted = NDArray[np.int32]  # [slots, drafts]
 
 # parent, begin, end (wall clock, ns), attributes
 OnSpan = Callable[[str, int, int, dict[str, str | int | float | bool]], None]
@@ -83,6 +89,7 @@ class MaskGate:
         """
         self.counters: Counter[str] = Counter()
         self._process, self._wait_s, self._compile_s = process, wait_s, compile_s
+        self._num_slots = num_slots
         self._on_span = on_span
         self._slots: SlotTable | None = None
         self._life = 0
@@ -99,6 +106,9 @@ class MaskGate:
         self._told = np.full(num, NOWHERE, np.int64)  # length of the output's sequence it knows
         self._answered = np.full(num, NOWHERE, np.int64)  # position of its newest answer
         self._state = np.zeros(num, np.uint8)
+        self._drafted = np.full(num, NOWHERE, np.int64)  # position whose drafts it knows
+        self._walked = np.full(num, NOWHERE, np.int64)  # position whose drafts it has walked
+        self._num = np.ones(num, np.int64)  # masks that there are from that position on
         self._missed = np.full(num, NOWHERE, np.int64)  # position that was waited for in vain
         self._due = np.zeros(num)  # monotonic: an answer later than this does not come
         self._num_masks = np.zeros(num, np.int64)  # for the traces, as what follows
@@ -163,6 +173,7 @@ class MaskGate:
         self._serial[slot] = self._last_serial
         self._slot_of[self._last_serial] = slot
         self._told[slot], self._answered[slot] = length, NOWHERE
+        self._drafted[slot] = self._walked[slot] = NOWHERE
         self._missed[slot] = NOWHERE
         self._due[slot] = time.monotonic() + self._compile_s + HANG_S
         return Open(
@@ -174,6 +185,19 @@ class MaskGate:
             min_len=init.min_len,
             stop_ids=init.stop_ids,
         )
+
+    def most_drafts(self, live: LiveRows, slots: SlotTable) -> NDArray[np.int64]:
+        """How many drafts of each live row there may be masks behind; many where none is needed."""
+        most = np.full(len(live.rows), UNBOUND, np.int64)
+        rows = np.flatnonzero(live.masked)
+        if len(rows):
+            self._take(0.0)
+            at = live.slots[rows]
+            positions = slots.total_len[at]
+            known = (self._serial[at] > 0) & (self._drafted[at] == positions)
+            is_walked = self._walked[at] == positions
+            most[rows] = np.where(known, np.where(is_walked, self._num[at] - 1, UNBOUND), 0)
+        return most
 
     # ------------------------------------------------------------ before sampling
 
@@ -197,9 +221,32 @@ class MaskGate:
         self._give_up_hung(at[~known])
         return states
 
-    def mask(self, slot: int) -> Words:
-        """The row of bits of a slot whose state is MASK."""
-        return self._process.masks[slot]
+    def places(self, live: LiveRows, slots: SlotTable) -> NDArray[np.int64]:
+        """At how many positions each live row may sample, drafts before all but the first; many
+        where no mask is needed.
+
+        Waits for masks behind drafts, a moment.
+        """
+        most = np.full(len(live.rows), UNBOUND, np.int64)
+        rows = np.flatnonzero(live.masked & live.samples)
+        if not len(rows):
+            return most
+        wide = live.drafted[rows] & (live.counts[rows] > 1)
+        at, positions = live.slots[rows], slots.total_len[live.slots[rows]]
+        waits = wide & (self._drafted[at] == positions) & (self._answered[at] == positions)
+        until = time.monotonic() + min(self._wait_s, DRAFTS_S)
+        while (waits & (self._walked[at] != positions)).any() and self._process.life == self._life:
+            if (timeout_s := until - time.monotonic()) <= 0:
+                break
+            self._take(timeout_s)
+        is_walked = wide & (self._walked[at] == positions) & (self._serial[at] > 0)
+        self.counters["cut_drafts"] += int((wide & ~is_walked).sum())
+        most[rows] = np.where(is_walked, self._num[at], 1)
+        return most
+
+    def mask(self, slot: int, place: int = 0) -> Words:
+        """The row of bits of a slot whose state is MASK, or behind so many of its drafts."""
+        return self._process.masks[slot + place * self._num_slots]
 
     def _await(
         self, at: NDArray[np.int64], positions: NDArray[np.int64], wait_s: float
@@ -227,8 +274,10 @@ class MaskGate:
                     rows = np.frombuffer(data, ANSWER)
                     slots = rows["slot"].astype(np.int64)
                     ours = self._serial[slots] == rows["serial"]
-                    self._answered[slots[ours]] = rows["position"][ours]
-                    self._state[slots[ours]] = rows["state"][ours]
+                    at, positions, num = slots[ours], rows["position"][ours], rows["num"][ours]
+                    self._answered[at], self._state[at] = positions, rows["state"][ours]
+                    walked = num > 0
+                    self._walked[at[walked]], self._num[at[walked]] = positions[walked], num[walked]
                 case Opened():
                     slot = self._slot_of.pop(message.serial, NOWHERE)
                     if (stay := self._stays.get(slot)) is not None:
@@ -252,7 +301,7 @@ class MaskGate:
 
         Args:
             states: of `collect`.
-            drawn: one token for each live row, meaningful where it sampled.
+            drawn: one token for each live row, or `counts`; meaningful where it sampled.
         """
         rows = np.flatnonzero(live.masked & live.samples)
         if not len(rows):
@@ -262,49 +311,77 @@ class MaskGate:
         reasons[states == MaskState.BROKEN] = DoneReason.GRAMMAR_ERROR
         whole = states == MaskState.COMPLETE
         reasons[whole] = DoneReason.GRAMMAR
-        took = rows[(reasons[rows] == DoneReason.NONE) & drawn.finite[rows]]
-        goes = took[~_stops(live.slots[took], slots, drawn.tokens[took])]
-        at = live.slots[goes]
-        is_last = slots.total_len[at] + 1 >= slots.max_len[at]
-        self._advance(at, slots, drawn.tokens[goes], is_last)
+        counts = np.ones(len(states), np.int64) if drawn.counts is None else drawn.counts
+        owners = np.repeat(np.arange(len(states)), counts)
+        took = np.zeros(len(states), bool)
+        took[rows] = (reasons[rows] == DoneReason.NONE) & drawn.finite[rows]
+        given = np.flatnonzero(took[owners])
+        ends = _stops(live.slots[owners[given]], slots, drawn.tokens[given])
+        took[owners[given[ends]]] = False  # what ends an output is none of the worker's business
+        goes = np.flatnonzero(took)
+        is_last = (
+            slots.total_len[live.slots[goes]] + counts[goes] >= slots.max_len[live.slots[goes]]
+        )
+        self._advance(live.slots[goes], slots, counts[goes], drawn.tokens[took[owners]], is_last)
         last = goes[is_last]
-        reasons[last[self._completed(live.slots[last], slots)]] = DoneReason.GRAMMAR
+        reasons[last[self._completed(live.slots[last], slots, counts[last])]] = DoneReason.GRAMMAR
         if not whole.any():
             return drawn._replace(reasons=reasons)
-        kept = np.flatnonzero(~whole)  # a row that is complete already brings no token
+        kept = np.flatnonzero(~whole[owners])  # a row that is complete already brings no token
         return drawn._replace(
             tokens=drawn.tokens[kept],
             logprobs=drawn.logprobs[kept],
             top_ids=[drawn.top_ids[i] for i in kept.tolist()],
             top_logprobs=[drawn.top_logprobs[i] for i in kept.tolist()],
-            counts=(~whole).astype(np.int64),
+            counts=counts * ~whole,
             reasons=reasons,
         )
+
+    def draft(self, at: NDArray[np.int64], positions: NDArray[np.int64], ids: Drafted) -> None:
+        """Drafts stand behind the tokens known by now: masks for the places behind them, too.
+
+        Args:
+            at: slots.
+            positions: of the first draft of each.
+            ids: [slots, drafts], int32.
+        """
+        wants = self._has[at] & (self._serial[at] > 0) & (self._told[at] == positions)
+        if not wants.any() or not self._life:
+            return
+        tags = np.zeros(int(wants.sum()), TAG)
+        tags["slot"], tags["serial"] = at[wants], self._serial[at[wants]]
+        tags["position"] = self._drafted[at[wants]] = positions[wants]
+        self._process.send([Drafts(tags.tobytes(), ids[wants].astype("<i4").tobytes())])
 
     def _advance(
         self,
         at: NDArray[np.int64],
         slots: SlotTable,
+        counts: NDArray[np.int64],
         tokens: NDArray[np.int32],
         is_last: NDArray[np.bool_],
     ) -> None:
         """The next masks are made while the next forward pass runs; those that are waited for
-        at once come first."""
+        at once come first. Each slot has `counts` tokens."""
         if not len(at):
             return
-        news = np.zeros(len(at), TOKEN)
-        news["slot"], news["serial"] = at, self._serial[at]
-        news["position"], news["token"] = slots.total_len[at], tokens
-        self._told[at] = slots.total_len[at] + 1
+        news = np.zeros(len(tokens), TOKEN)
+        owner = np.repeat(np.arange(len(at)), counts)
+        place = np.arange(len(tokens)) - np.repeat(np.cumsum(counts) - counts, counts)
+        news["slot"], news["serial"] = at[owner], self._serial[at[owner]]
+        news["position"], news["token"] = slots.total_len[at[owner]] + place, tokens
+        self._told[at] = slots.total_len[at] + counts
         self._due[at] = time.monotonic() + HANG_S
-        parts = ((news[is_last], True), (news[~is_last], False))
+        parts = ((news[is_last[owner]], True), (news[~is_last[owner]], False))
         self._process.send([Advance(part.tobytes(), urgent) for part, urgent in parts if len(part)])
 
-    def _completed(self, at: NDArray[np.int64], slots: SlotTable) -> NDArray[np.bool_]:
-        """Whether the token that was just sent completes the output of each slot."""
+    def _completed(
+        self, at: NDArray[np.int64], slots: SlotTable, counts: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """Whether the tokens that were just sent complete the output of each slot."""
         if not len(at):
             return np.zeros(0, bool)
-        known = self._await(at, slots.total_len[at] + 1, LAST_S)
+        known = self._await(at, slots.total_len[at] + counts, LAST_S)
         return known & (self._state[at] == MaskState.COMPLETE)
 
     def _report(self, slot: int, stay: _Stay) -> None:

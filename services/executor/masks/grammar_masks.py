@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from deepmesh.config import Config
 from services.executor.interface import LiveRows, Sampled
 from services.executor.masks.ahead import CompileAhead
-from services.executor.masks.gate import MaskGate, OnSpan
+from services.executor.masks.gate import Drafted, MaskGate, OnSpan
 from services.executor.masks.process import MaskProcess
 from services.executor.masks.vocabulary import Words
 from services.executor.slots import SlotTable
@@ -25,13 +25,13 @@ class GrammarMasks:
         """`name` is that of the executor; `on_span` gets a span for each traced request."""
         self.ahead = CompileAhead()
         self._config, self._name, self._on_span = config, f"{name}-masks", on_span
-        self._of: tuple[Path, int, int] | None = None
+        self._of: tuple[Path, int, int, int] | None = None
         self._process: MaskProcess | None = None
         self._gate: MaskGate | None = None
 
-    def start(self, model: Path, *, vocab_size: int, num_slots: int) -> None:
-        """Start the worker for a checkpoint; returns at once."""
-        if self._of == (model, vocab_size, num_slots):
+    def start(self, model: Path, *, vocab_size: int, num_slots: int, draft_len: int = 0) -> None:
+        """Start the worker for a checkpoint; returns at once. `draft_len`: drafts of a row."""
+        if self._of == (model, vocab_size, num_slots, draft_len):
             return
         self.close()
         executor = self._config.executor
@@ -44,6 +44,7 @@ class GrammarMasks:
             compile_s=executor.grammar_compile_s,
             threads=executor.grammar_threads,
             log_level=self._config.mesh.log_level,
+            draft_len=draft_len,
             ahead=self.ahead,
         )
         self._gate = MaskGate(
@@ -54,7 +55,7 @@ class GrammarMasks:
             on_span=self._on_span,
         )
         self._process.start()
-        self._of = (model, vocab_size, num_slots)
+        self._of = (model, vocab_size, num_slots, draft_len)
 
     def wait_ready(self) -> bool:
         """Whether outputs can be kept to grammars; waits for the worker's vocabulary."""
@@ -68,13 +69,25 @@ class GrammarMasks:
         """See `MaskGate`."""
         self._gate_now.begin(live, slots)
 
+    def most_drafts(self, live: LiveRows, slots: SlotTable) -> NDArray[np.int64]:
+        """See `MaskGate`."""
+        return self._gate_now.most_drafts(live, slots)
+
+    def places(self, live: LiveRows, slots: SlotTable) -> NDArray[np.int64]:
+        """See `MaskGate`."""
+        return self._gate_now.places(live, slots)
+
+    def draft(self, at: NDArray[np.int64], positions: NDArray[np.int64], ids: Drafted) -> None:
+        """See `MaskGate`."""
+        self._gate_now.draft(at, positions, ids)
+
     def collect(self, live: LiveRows, slots: SlotTable) -> NDArray[np.uint8]:
         """See `MaskGate`."""
         return self._gate_now.collect(live, slots)
 
-    def mask(self, slot: int) -> Words:
+    def mask(self, slot: int, place: int = 0) -> Words:
         """See `MaskGate`."""
-        return self._gate_now.mask(slot)
+        return self._gate_now.mask(slot, place)
 
     def settle(
         self, live: LiveRows, slots: SlotTable, states: NDArray[np.uint8], drawn: Sampled

@@ -55,20 +55,26 @@ class MaskProcess:
         compile_s: float,
         threads: int,
         log_level: str = "info",
+        draft_len: int = 0,
         ahead: CompileAhead | None = None,
     ) -> None:
-        """`ahead` is told of each life, and orders of it what no step needs yet."""
-        words = -(-vocab_size // BITS)
+        """
+        Args:
+            draft_len: drafts of a row, which masks are made behind, too.
+            ahead: is told of each life, and orders of it what no step needs yet.
+        """
+        words, rows = -(-vocab_size // BITS), (1 + draft_len) * num_slots
         self._memory_fd = os.memfd_create(f"deepmesh-{name}", os.MFD_CLOEXEC)
-        os.ftruncate(self._memory_fd, 4 * num_slots * words)
-        self._memory = mmap.mmap(self._memory_fd, 4 * num_slots * words)
-        self.masks: Words = np.frombuffer(self._memory, np.int32).reshape(num_slots, words)
+        os.ftruncate(self._memory_fd, 4 * rows * words)
+        self._memory = mmap.mmap(self._memory_fd, 4 * rows * words)
+        self.masks: Words = np.frombuffer(self._memory, np.int32).reshape(rows, words)
         options = {
             "--name": name,
             "--log-level": log_level,
             "--model": model,
             "--vocab-size": vocab_size,
             "--slots": num_slots,
+            "--places": 1 + draft_len,
             "--cache-size": cache_size,
             "--compile-s": compile_s,
             "--threads": threads,

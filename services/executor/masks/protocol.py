@@ -1,8 +1,9 @@
 """What an executor and its mask worker say to each other, over the socket that joins them.
 
-Masks themselves lie in memory that both map: row `slot` holds the newest one of that slot. A tag
-(slot, serial, position) says which: `serial` counts the constraints that an executor has opened,
-so neither a request that left its slot nor one that was opened anew is mistaken for another.
+Masks themselves lie in memory that both map: row `slot` holds the newest one of that slot, and
+row `slot + place * num_slots` that behind so many drafts. A tag (slot, serial, position) says
+which: `serial` counts the constraints that an executor has opened, so neither a request that left
+its slot nor one that was opened anew is mistaken for another.
 """
 
 import socket
@@ -30,7 +31,12 @@ class MaskState(IntEnum):
 
 
 TOKEN = np.dtype([("slot", "<u4"), ("serial", "<u4"), ("position", "<u4"), ("token", "<i4")])
-ANSWER = np.dtype([("slot", "<u4"), ("serial", "<u4"), ("position", "<u4"), ("state", "<u4")])
+TAG = np.dtype([("slot", "<u4"), ("serial", "<u4"), ("position", "<u4")])
+# `num`: 0 while drafts behind the position are not known or not walked; else masks of so many
+# places, from the position on, each behind drafts that the masks before it allow
+ANSWER = np.dtype(
+    [("slot", "<u4"), ("serial", "<u4"), ("position", "<u4"), ("state", "<u4"), ("num", "<u4")]
+)
 
 
 class Part(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
@@ -54,6 +60,13 @@ class Advance(Part, frozen=True):
 
     tokens: bytes  # TOKEN
     is_urgent: bool = False  # the device waits for what there is behind them
+
+
+class Drafts(Part, frozen=True):
+    """executor -> worker: tokens that may follow; masks for the places behind them, too."""
+
+    tags: bytes  # TAG: position of the first draft of each row
+    ids: Ids  # equally many of each row
 
 
 class Close(Part, frozen=True):
@@ -99,7 +112,7 @@ class Opened(Part, frozen=True):
     problem: str = ""
 
 
-Message = Open | Advance | Close | Ready | Answers | Opened | Compile | Compiled
+Message = Open | Advance | Drafts | Close | Ready | Answers | Opened | Compile | Compiled
 
 
 class Frames:

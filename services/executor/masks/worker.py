@@ -11,15 +11,18 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
+from deepmesh.wire.packed import unpack_ids
 from services.executor.masks.constraint import Constraint
 from services.executor.masks.protocol import (
     ANSWER,
+    TAG,
     TOKEN,
     Advance,
     Answers,
     Close,
     Compile,
     Compiled,
+    Drafts,
     Frames,
     MaskState,
     Message,
@@ -45,6 +48,7 @@ class Worker:
         masks: NDArray[np.int32],
         vocabulary: MaskVocabulary,
         *,
+        num_slots: int,
         cache_size: int,
         compile_s: float,
         threads: int,
@@ -53,11 +57,12 @@ class Worker:
         Args:
             end: to the device stream: outputs, tokens and answers.
             orders: to the executor's service: grammars that no step needs yet.
-            masks: [num_slots, num_words], the memory that the executor reads.
+            masks: [places * num_slots, num_words], the memory that the executor reads.
         """
         self._frames, self._end = Frames(end), end
         self._orders, self._orders_end = Frames(orders), orders
-        self._rows, self._vocabulary = list(masks), vocabulary
+        self._rows = [list(masks[slot::num_slots]) for slot in range(num_slots)]  # by place
+        self._vocabulary = vocabulary
         self._awake, self._waker = socket.socketpair()
         self._awake.setblocking(False)
         self._waker.setblocking(False)
@@ -69,7 +74,9 @@ class Worker:
         self._compiling: dict[int, tuple[Open, CompiledGrammar, list[int]]] = {}
         self._ahead: list[tuple[Compile, CompiledGrammar]] = []  # orders that are not done
         self._due: deque[int] = deque()  # serials whose next mask is to be filled
-        self._answers: list[tuple[int, int, int, int]] = []
+        # serials whose drafts are to be walked, when nothing else is due: (position, drafts)
+        self._walks: dict[int, tuple[int, list[int]]] = {}
+        self._answers: list[tuple[int, int, int, int, int]] = []
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # awake already
@@ -86,7 +93,7 @@ class Worker:
                 while True:
                     # what is due is filled first; mail that is there goes before it
                     waits = self._compiling or self._ahead
-                    timeout = 0 if self._due else LOOK_S if waits else None
+                    timeout = 0 if self._due or self._walks else LOOK_S if waits else None
                     readable: set[object] = {key.fileobj for key, _ in selector.select(timeout)}
                     self._turn(readable)
                     if self._orders_end in readable and not self._take_orders():
@@ -136,9 +143,20 @@ class Worker:
             case Open():
                 self._on_open(message)
             case Advance(tokens=tokens, is_urgent=is_urgent):
-                for _, serial, position, token in np.frombuffer(tokens, TOKEN).tolist():
-                    self._on_token(serial, position, token, is_urgent=is_urgent)
+                rows = np.frombuffer(tokens, TOKEN).tolist()
+                for _, serial, position, token in rows:
+                    self._on_token(serial, position, token)
+                for serial in dict.fromkeys(serial for _, serial, _, _ in rows):
+                    if is_urgent:
+                        self._fill(serial)
+                    else:
+                        self._due.append(serial)
                 self._send_answers()
+            case Drafts(tags=data, ids=ids):
+                tags = np.frombuffer(data, TAG).tolist()
+                drafts = unpack_ids(ids).reshape(len(tags), -1).tolist()
+                for (_, serial, position), own in zip(tags, drafts, strict=True):
+                    self._walks[serial] = (position, own)
             case Close(serials=serials):
                 for serial in np.frombuffer(serials, "<u4").tolist():
                     self._open.pop(serial, None)
@@ -154,7 +172,7 @@ class Worker:
         else:
             self._compiling[order.serial] = (order, compiled, [])
 
-    def _on_token(self, serial: int, position: int, token: int, *, is_urgent: bool) -> None:
+    def _on_token(self, serial: int, position: int, token: int) -> None:
         if waiting := self._compiling.get(serial):
             waiting[2].append(token)
         elif constraint := self._open.get(serial):
@@ -162,10 +180,6 @@ class Worker:
                 f"the token at {position} came when {constraint.position} was expected"
             )
             constraint.consume(token)
-            if is_urgent:
-                self._fill(serial)
-            else:
-                self._due.append(serial)
 
     # ------------------------------------------------------------ grammars
 
@@ -187,7 +201,7 @@ class Worker:
         if compiled.matcher is None:
             self._answer(order.slot, order.serial, order.position, MaskState.BROKEN)
             return
-        constraint = Constraint(order, compiled.matcher.deep_copy(), self._vocabulary)
+        constraint = Constraint(order, compiled.matcher, self._vocabulary)
         for token in tokens:
             constraint.consume(token)
         self._open[order.serial] = constraint
@@ -196,10 +210,13 @@ class Worker:
     # ------------------------------------------------------------ masks
 
     def _fill_some(self) -> None:
-        """Fill what is due for a moment, and send what came of it."""
+        """Fill what is due for a moment, and send what came of it; drafts come behind."""
         until_ns = time.monotonic_ns() + FLUSH_NS
-        while self._due:
-            self._fill(self._due.popleft())
+        while self._due or self._walks:
+            if self._due:
+                self._fill(self._due.popleft())
+            else:
+                self._walk(serial := next(iter(self._walks)), *self._walks.pop(serial))
             if time.monotonic_ns() >= until_ns:
                 break
         self._send_answers()
@@ -207,13 +224,24 @@ class Worker:
     def _fill(self, serial: int) -> None:
         constraint = self._open.get(serial)
         if constraint is not None:
-            state = constraint.fill(self._rows[constraint.slot])
+            state = constraint.fill(self._rows[constraint.slot][0])
             self._answer(constraint.slot, constraint.serial, constraint.position, state)
+
+    def _walk(self, serial: int, position: int, drafts: list[int]) -> None:
+        """Of a constraint that has gone on meanwhile nobody waits for it."""
+        constraint = self._open.get(serial)
+        if constraint is None or constraint.position != position:
+            return
+        rows = self._rows[constraint.slot]
+        num = constraint.walk(drafts[: len(rows) - 1], rows)
+        self._answer(constraint.slot, serial, position, constraint.state, num)
 
     def _send_answers(self) -> None:
         if self._answers:
             rows, self._answers = np.array(self._answers, ANSWER), []
             self._frames.send([Answers(rows.tobytes())])
 
-    def _answer(self, slot: int, serial: int, position: int, state: MaskState) -> None:
-        self._answers.append((slot, serial, position, state))
+    def _answer(
+        self, slot: int, serial: int, position: int, state: MaskState, num: int = 0
+    ) -> None:
+        self._answers.append((slot, serial, position, state, num))

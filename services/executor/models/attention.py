@@ -1,5 +1,7 @@
 """Attention of V4.1: window rows, shared compressed rows, and the indexer that selects them."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -43,10 +45,31 @@ class Attention:
         self, u: Tensor, plan: StepPlan, cache: KvCache, shared: Selections, tap: Tap | None
     ) -> Tensor:
         """u [num_tokens, hidden] -> the sublayer's output; writes this layer's cache rows."""
+        self.compress(u, plan, cache)
+        return self.attend(u, plan, cache, shared, tap)
+
+    def compress(self, u: Tensor, plan: StepPlan, cache: KvCache) -> None:
+        """A KV source writes the entries and index keys that this step's tokens complete."""
+        if self._weights.compressor is not None:
+            ratio_plan = plan.ratios[self._ratio]
+            self._compress(self._weights.compressor, u, plan, ratio_plan, cache)
+
+    def attend(
+        self,
+        u: Tensor,
+        plan: StepPlan,
+        cache: KvCache,
+        shared: Selections,
+        tap: Tap | None,
+        written: Callable[[], None] = lambda: None,
+    ) -> Tensor:
+        """The sublayer's output, and the window rows; compressed rows are there. `written` runs
+        when the window rows are."""
         angles = plan.compressed if self._ratio else plan.plain
         low_rank, queries, down = self.project(u, angles)
         window = cache.window_pool(self._layer)
         self.write_row(down, angles, plan.window_writes, window)
+        written()
         compressed = slots = None
         if self._ratio:
             slots = self._select(u, low_rank, plan, cache, shared, tap)
@@ -120,8 +143,6 @@ class Attention:
     ) -> Tensor:
         """Slots of the compressed rows that each token attends to."""
         ratio_plan = plan.ratios[self._ratio]
-        if self._weights.compressor is not None:
-            self._compress(self._weights.compressor, u, plan, ratio_plan, cache)
         if self._weights.indexer is not None:
             chosen = ratio_plan.all_visible
             if ratio_plan.groups:
@@ -144,7 +165,6 @@ class Attention:
         ratio_plan: RatioPlan,
         cache: KvCache,
     ) -> None:
-        """Write the entries and index keys that this step's tokens complete."""
         if self._ratio == 2:
             pooled = self._pool(weights, u, plan, ratio_plan, cache)
         else:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from kernels.comm.comm import Alone, Exchange
@@ -52,14 +53,13 @@ class Moe:
                 limit=config.swiglu_limit,
                 bf16=self._num.bf16,
             )
-        routed = self._routed(u, expert_ids, shares)
-        shared = expert_mlp(
-            u,
-            weights.shared_w13,
-            weights.shared_w2,
-            limit=config.swiglu_limit,
-            bf16=self._num.bf16,
-        )
+        shared = torch.empty_like(u)
+
+        def compute_shared() -> None:  # while tokens travel
+            w13, w2, limit = weights.shared_w13, weights.shared_w2, config.swiglu_limit
+            shared.copy_(expert_mlp(u, w13, w2, limit=limit, bf16=self._num.bf16))
+
+        routed = self._routed(u, expert_ids, shares, compute_shared)
         return self._num.act(routed.add_(shared))
 
     def serve(self) -> None:
@@ -68,16 +68,24 @@ class Moe:
         slots = u.new_zeros(0, self._top_k)
         self._routed(u, slots.long(), slots)
 
-    def _routed(self, u: Tensor, expert_ids: Tensor, shares: Tensor) -> Tensor:
-        weights = self._weights
-        here = self._exchange.dispatch(u, expert_ids, shares, weights.owners)
+    def _routed(
+        self,
+        u: Tensor,
+        expert_ids: Tensor,
+        shares: Tensor,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
+        weights, spread = self._weights, self._weights.spread
+        slot_ids = spread.choose(expert_ids)
+        here = self._exchange.dispatch(u, slot_ids, shares, spread.owners, meanwhile)
+        spread.arrived(here.expert_ids)
         slots = routed_experts(
             here.x,
             here.expert_ids,
             here.weights,
             weights.w13,
             weights.w2,
-            first_expert=weights.first_expert,
+            first_expert=spread.first_slot,
             limit=self._config.swiglu_limit,
             bf16=self._num.bf16,
         )
@@ -109,7 +117,7 @@ class Block:
         """(streams, pre-mix carried in) -> (streams, pre-mix for the next block)."""
         weights = self._weights
         mix = self._mix(streams, weights.attn_hyper)
-        out = attention(self._input(streams, carried, weights.attn_hyper))
+        out = attention(self.attention_input(streams, carried))
         self._show(tap, "attn", mix, out)
         streams = expand(streams, out, mix.post, mix.comb, bf16=self._num.bf16)
         carried = mix.pre
@@ -117,6 +125,10 @@ class Block:
         out = self._moe(self._input(streams, carried, weights.ffn_hyper))
         self._show(tap, "ffn", mix, out)
         return expand(streams, out, mix.post, mix.comb, bf16=self._num.bf16), mix.pre
+
+    def attention_input(self, streams: Tensor, carried: Tensor) -> Tensor:
+        """What the attention of this block is given."""
+        return self._input(streams, carried, self._weights.attn_hyper)
 
     def serve(self) -> None:
         """See `Moe`."""

@@ -1,5 +1,6 @@
 """DeepSeek-V4.1: the forward pass over paged pools, in the order in which it happens."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -9,12 +10,15 @@ from kernels import native
 from kernels.comm.comm import Alone, Exchange
 from kernels.mhc.streams import MAX_STREAMS, collapse, collapse_norm
 from kernels.quant.linear import Kind, linear
+from kernels.sampling.draws import Draws
 from kernels.step.program import can_record
 from services.executor.batch import StepBatch
 from services.executor.kv_cache import KvCache
 from services.executor.model_config import ModelConfig
 from services.executor.models.attention import Attention, Selections
 from services.executor.models.block import Block
+from services.executor.models.context_part import ContextPart
+from services.executor.models.draft_program import DraftProgram
 from services.executor.models.dspark import DSpark, first_stream
 from services.executor.models.engram import Engram, last_compressed_ids
 from services.executor.models.numerics import Numerics
@@ -45,6 +49,7 @@ class DeepseekV41:
         top_k, exchange = config.num_experts_per_tok, exchange or Alone()
         self._exchange = exchange
         self._program: StepProgram | None = None
+        self._draft_program: DraftProgram | None = None
         _check_experts(config, weights, exchange)
         self._attentions = [
             Attention(config, index, layer.attention, self._num)
@@ -81,15 +86,17 @@ class DeepseekV41:
         if cache.packed != self._num.rounds_caches:
             kept = "packed rows" if cache.packed else "plain floats"
             raise ValueError(f"numerics {self.numerics}: the cache holds {kept}")
-        is_native = self.weights.head.kind is not Kind.PLAIN and can_record()
-        if tap is not None or not is_native or self.config.hc_mult > MAX_STREAMS:
+        if not self._runs_programs(tap):
             return self._forward(batch, cache, tap)
+        return self._program_for(batch.num_tokens, cache).run(batch)
+
+    def _program_for(self, num_tokens: int, cache: KvCache) -> StepProgram:
         program = self._program
         if (
             program is None
             or program.cache is not cache
             or program.library is not native.library("step")
-            or program.max_tokens < batch.num_tokens
+            or program.max_tokens < num_tokens
         ):
             program = self._program = StepProgram(
                 self.config,
@@ -98,9 +105,9 @@ class DeepseekV41:
                 self._exchange,
                 self._ropes,
                 cache,
-                batch.num_tokens,
+                num_tokens,
             )
-        return program.run(batch)
+        return program
 
     def _forward(self, batch: StepBatch, cache: KvCache, tap: Tap | None) -> StepOutput:
         config = self.config
@@ -120,13 +127,68 @@ class DeepseekV41:
             if layer in config.dspark_target_layer_ids:
                 features.append(self._feature(streams))
                 _show(tap, layer, dspark_feature=features[-1])
-            attention = partial(
-                self._attentions[layer], plan=plan, cache=cache, shared=shared, tap=tap
-            )
-            streams, carried = block(streams, carried, attention, tap)
+            attention = self._attentions[layer]
+            attend = partial(attention, plan=plan, cache=cache, shared=shared, tap=tap)
+            if layer == config.candidate_source_layer_id and batch.has_upper_part:
+                attention.compress(block.attention_input(streams, carried), plan, cache)
+                kept, batch = batch.upper_part()
+                streams, carried = streams[kept], carried[kept]
+                plan = plan_step(batch, cache, config, self._ropes)
+                attend = partial(attention.attend, plan=plan, cache=cache, shared=shared, tap=tap)
+            if not batch.num_tokens:  # the experts held here work for the other ranks
+                block.serve()
+                continue
+            streams, carried = block(streams, carried, attend, tap)
             _show(tap, layer, streams_out=streams, pre_mix_out=carried)
         joined = torch.cat(features, 1) if features else streams.new_zeros(batch.num_tokens, 0)
-        if self._dspark is not None:
+        if self._dspark is not None and batch.num_tokens:
+            self._dspark.feed(joined, plan, cache)
+        wanted = batch.logit_tokens
+        return StepOutput(self._logits(streams[wanted], carried[wanted]), joined)
+
+    @torch.inference_mode()
+    def forward_part(self, batch: StepBatch, cache: KvCache, part: ContextPart) -> StepOutput:
+        """This rank's part of a prompt's chunk, a batch of one row; see `ContextPart`.
+
+        Entered by all ranks of the part. Rows, logits and features have the bits of `forward`;
+        above the encoder there are those of the tail only, so logits may be wanted of no others.
+        """
+        config, first = self.config, self.config.candidate_source_layer_id
+        if skipped := batch.num_tokens - part.num_above():
+            batch = replace(batch, skips=torch.tensor([skipped]))
+        part.share_before(batch, cache)
+        if self._runs_programs(None):
+            return self._program_for(batch.num_tokens, cache).run_part(batch, part)
+        plan = plan_step(batch, cache, config, self._ropes)
+        order = config.engram_max_ngram_size
+        last_ids = last_compressed_ids(batch, self.weights.compressed_ids, plan.row_of, order)
+        streams = self.weights.embed[batch.ids].unsqueeze(1).repeat(1, config.hc_mult, 1)
+        carried, shared = first_stream(streams), Selections()
+        features: list[Tensor] = []
+        for layer, block in enumerate(self._blocks):
+            engram, attention = self._engrams.get(layer), self._attentions[layer]
+            if engram is not None:
+                streams = engram(streams, engram.rows(last_ids))
+            if layer in config.kv_source_layer_ids:
+                attention.compress(block.attention_input(streams, carried), plan, cache)
+                part.share_entries(layer, batch, cache)
+            if layer == first and batch.has_upper_part:
+                kept, batch = batch.upper_part()
+                streams, carried = streams[kept], carried[kept]
+                plan = plan_step(batch, cache, config, self._ropes) if batch.num_tokens else plan
+            share = partial(part.share_window, layer, batch, cache, above=layer >= first)
+            if not batch.num_tokens:  # the experts held here work for the tail
+                share()
+                block.serve()
+                continue
+            if layer in config.dspark_target_layer_ids:
+                features.append(self._feature(streams))
+            attend = partial(
+                attention.attend, plan=plan, cache=cache, shared=shared, tap=None, written=share
+            )
+            streams, carried = block(streams, carried, attend)
+        joined = torch.cat(features, 1) if features else streams.new_zeros(batch.num_tokens, 0)
+        if self._dspark is not None and batch.num_tokens:
             self._dspark.feed(joined, plan, cache)
         wanted = batch.logit_tokens
         return StepOutput(self._logits(streams[wanted], carried[wanted]), joined)
@@ -138,15 +200,49 @@ class DeepseekV41:
             block.serve()
 
     @torch.inference_mode()
-    def draft(self, batch: DraftBatch, cache: KvCache) -> DraftOutput:
-        """Greedy drafts behind each anchor; reads the stages' window rows, writes nothing.
+    def draft(
+        self,
+        batch: DraftBatch,
+        cache: KvCache,
+        draws: Draws | None = None,
+        num_places: int | None = None,
+        tap: Tap | None = None,
+    ) -> DraftOutput:
+        """Drafts behind each anchor, the likeliest ones unless `draws` says how they are drawn;
+        reads the stages' window rows, writes nothing.
+
+        Native kernels run as one program, as in `forward`; the logits that it gives are overwritten
+        by the next pass.
+
+        Args:
+            draws: positions are those of the first draft of each row.
+            num_places: drafts of a row, at most those of a block, which is what None means.
 
         Raises:
             ValueError: the checkpoint has no draft stages.
         """
         if self._dspark is None:
             raise ValueError("this checkpoint has no draft stages (num_nextn_predict_layers is 0)")
-        return self._dspark.draft(batch, cache)
+        config = self.config
+        places = config.dspark_block_size if num_places is None else num_places
+        if not self._runs_programs(tap):
+            return self._dspark.draft(batch, cache, draws, places, tap)
+        program, num_rows = self._draft_program, batch.anchors.shape[0]
+        if (
+            program is None
+            or program.cache is not cache
+            or program.library is not native.library("step")
+            or program.num_places != places
+            or program.max_rows < num_rows
+        ):
+            program = self._draft_program = DraftProgram(
+                config, self.weights, self._num, self._ropes, cache, num_rows, places
+            )
+        return program.run(batch, draws)
+
+    def _runs_programs(self, tap: Tap | None) -> bool:
+        is_native = self.weights.head.kind is not Kind.PLAIN and can_record()
+        return tap is None and is_native and self.config.hc_mult <= MAX_STREAMS
 
     def _feature(self, streams: Tensor) -> Tensor:
         mean = streams.new_full(streams.shape[:2], 1.0 / self.config.hc_mult)

@@ -10,12 +10,13 @@ from kernels.mhc.rms_norm import rms_norm
 from kernels.mhc.streams import collapse
 from kernels.quant.linear import LinearWeight, linear
 from kernels.quant.pointwise import sigmoid
+from kernels.sampling.sample_tokens import Draws, sample_tokens
 from services.executor.kv_cache import KvCache
 from services.executor.model_config import ModelConfig
 from services.executor.models.attention import Attention
 from services.executor.models.block import Block
 from services.executor.models.numerics import Numerics
-from services.executor.models.outputs import DraftBatch, DraftOutput
+from services.executor.models.outputs import DraftBatch, DraftOutput, Tap
 from services.executor.models.parameters import DraftWeights
 from services.executor.models.plan import Angles, Ropes, StepPlan, window_slots, window_table
 
@@ -52,18 +53,29 @@ class DSpark:
             window = cache.window_pool(self._config.num_hidden_layers + stage)
             attention.write_row(attention.project_row(main), plan.plain, plan.window_writes, window)
 
-    def draft(self, batch: DraftBatch, cache: KvCache) -> DraftOutput:
-        """Propose a block of tokens behind each anchor."""
-        streams, carried = self._run_stages(batch, cache)
-        hidden = collapse(streams, carried, bf16=self._num.bf16)
-        base = linear(self._norm(hidden, self._weights.norm), self._head)
+    def draft(
+        self,
+        batch: DraftBatch,
+        cache: KvCache,
+        draws: Draws | None,
+        num_places: int,
+        tap: Tap | None,
+    ) -> DraftOutput:
+        """Propose tokens behind each anchor; see `DeepseekV41.draft`."""
+        streams, carried = self._run_stages(batch, cache, tap)
         shape = (batch.anchors.shape[0], self._config.dspark_block_size)
-        return self._chain(batch.anchors, hidden.unflatten(0, shape), base.unflatten(0, shape))
+        hidden = collapse(streams, carried, bf16=self._num.bf16).unflatten(0, shape)
+        hidden = hidden[:, :num_places].contiguous()
+        base = linear(self._norm(hidden.flatten(0, 1), self._weights.norm), self._head)
+        rows = hidden, base.unflatten(0, (shape[0], num_places))
+        return self._chain(batch.anchors, *rows, draws)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self._config.rms_norm_eps, bf16=self._num.bf16)
 
-    def _run_stages(self, batch: DraftBatch, cache: KvCache) -> tuple[Tensor, Tensor]:
+    def _run_stages(
+        self, batch: DraftBatch, cache: KvCache, tap: Tap | None
+    ) -> tuple[Tensor, Tensor]:
         size, num_rows = self._config.dspark_block_size, batch.anchors.shape[0]
         ids = batch.anchors.new_full((num_rows, size), self._config.dspark_noise_token_id)
         ids[:, 0] = batch.anchors
@@ -85,6 +97,7 @@ class DSpark:
                 lambda u, stage=stage, window=window: self._attend(
                     stage, u, angles, window, slots, block_slots
                 ),
+                tap,
             )
         return streams, carried
 
@@ -113,18 +126,23 @@ class DSpark:
         )
         return attention.output(attended, angles)
 
-    def _chain(self, anchors: Tensor, hidden: Tensor, base: Tensor) -> DraftOutput:
+    def _chain(
+        self, anchors: Tensor, hidden: Tensor, base: Tensor, draws: Draws | None
+    ) -> DraftOutput:
         """Each draft's logits depend on the one before it through the Markov head."""
         previous = anchors
         ids: list[Tensor] = []
         logits: list[Tensor] = []
         confidence: list[Tensor] = []
-        for index in range(self._config.dspark_block_size):
+        for index in range(base.shape[1]):
             embedded = self._weights.markov_embed[previous]
             step = base[:, index] + linear(embedded, self._weights.markov_head)
             joined = torch.cat((hidden[:, index], embedded), 1)
             confidence.append(sigmoid(linear(joined, self._weights.confidence).squeeze(1)))
-            previous = step.argmax(1)
+            if draws is None:
+                previous = step.argmax(1)
+            else:
+                previous = sample_tokens(step, draws._replace(position=draws.position + index))
             ids.append(previous)
             logits.append(step)
         return DraftOutput(torch.stack(ids, 1), torch.stack(logits, 1), torch.stack(confidence, 1))

@@ -14,6 +14,7 @@ class StepOutput:
 
     logits: Tensor  # [num_sampled, vocab_size], float32, in the order of batch.logit_tokens
     features: Tensor  # [num_tokens, targets * hidden_size], float32: what the draft stages read
+    num_experts: int = -1  # that had rows, over all layers; -1: not counted
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class DraftBatch:
 
 @dataclass(frozen=True)
 class DraftOutput:
-    """Greedy drafts: ids[:, i] is the draft for position + 1 + i."""
+    """Drafts: ids[:, i] is the one for position + 1 + i."""
 
-    ids: Tensor  # [num_rows, block], int64
-    logits: Tensor  # [num_rows, block, vocab_size], float32
-    confidence: Tensor  # [num_rows, block], float32: P(accepted | the earlier ones were)
+    ids: Tensor  # [num_rows, places], int64
+    logits: Tensor  # [num_rows, places, vocab_size], float32
+    confidence: Tensor  # [num_rows, places], float32: P(accepted | the earlier ones were)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kernels.quant.linear import LinearWeight
+from services.executor.models.spread import SpreadExperts
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,9 @@ class MoeWeights:
 
     gate: LinearWeight  # hidden -> experts
     bias: Tensor  # [experts]
-    first_expert: int
-    owners: Tensor  # [experts], int64: the rank that holds each
-    w13: LinearWeight  # local experts of hidden -> 2 · inter (w1 | w3)
-    w2: LinearWeight  # local experts of inter -> hidden
+    spread: SpreadExperts
+    w13: LinearWeight  # this rank's slots of hidden -> 2 · inter (w1 | w3)
+    w2: LinearWeight  # this rank's slots of inter -> hidden
     shared_w13: LinearWeight  # hidden -> 2 · inter
     shared_w2: LinearWeight  # inter -> hidden
 

@@ -106,6 +106,12 @@ def window_table(blocks: Tensor, cache: KvCache) -> BlockTable:
     return BlockTable(blocks.long(), BLOCK_TOKENS, cache.window.shape[1] - 1)
 
 
+def entry_table(blocks: Tensor, cache: KvCache, ratio: int) -> BlockTable:
+    """Block table of the compressed rows of a ratio."""
+    entries = BLOCK_TOKENS // ratio
+    return BlockTable(blocks.long(), entries, (cache.num_blocks[0] + 1) * entries - 1)
+
+
 def window_slots(table: BlockTable, rows: Tensor, last: Tensor, window: int) -> Tensor:
     """Slots of positions last - window + 1 … last of each row; the null row before 0."""
     return table.slots(rows, last.unsqueeze(1) + torch.arange(1 - window, 1))
@@ -119,9 +125,7 @@ def _plan_ratio(
     row_of: Tensor,
     ratio: int,
 ) -> RatioPlan:
-    entries = BLOCK_TOKENS // ratio
-    null_row = (cache.num_blocks[0] + 1) * entries - 1
-    table = BlockTable(batch.global_blocks.long(), entries, null_row)
+    table = entry_table(batch.global_blocks, cache, ratio)
     visible = (batch.positions + 1).div(ratio, rounding_mode="floor")
     first = torch.arange(config.index_topk)
     ending = ((batch.positions + 1) % ratio == 0).nonzero().squeeze(1)

@@ -4,6 +4,10 @@ Recorded once for a model, its pools and a largest number of tokens; a step then
 addresses and runs it (docs/decisions/0008-step-programs.md).
 """
 
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +21,7 @@ from services.executor.batch import StepBatch
 from services.executor.kv_cache import KvCache
 from services.executor.model_config import ModelConfig
 from services.executor.models.block import Moe
+from services.executor.models.context_part import ContextPart
 from services.executor.models.numerics import Numerics
 from services.executor.models.outputs import StepOutput
 from services.executor.models.parameters import (
@@ -28,6 +33,7 @@ from services.executor.models.parameters import (
     ModelWeights,
 )
 from services.executor.models.plan import Ropes
+from services.executor.models.record_moe import record_moe
 
 LEAST_TOKENS = 64  # that a program has room for
 
@@ -49,6 +55,7 @@ class StepProgram:
         self.max_tokens = max(LEAST_TOKENS, num_tokens)
         self._config, self._weights, self._num = config, weights, numerics
         self._exchange, self._ropes = exchange, ropes
+        self._is_alone = isinstance(exchange, Alone)
         self._room, self._step, self.program = Room(self.max_tokens), Step(), Program()
         self._record = Recorder(
             self.program,
@@ -71,22 +78,77 @@ class StepProgram:
             self._room("candidate_counts", dtype=torch.int32),
             config.candidate_block_size,
         )
+        # of all layers, where all experts are here
+        top_k = config.num_experts_per_tok
+        shape = config.num_hidden_layers, self.max_tokens, top_k
+        self._expert_ids = torch.zeros(shape, dtype=torch.int64) if self._is_alone else None
         self._row_of = self._room("row_of", dtype=torch.int64)
         self._ending = self._room("ending", dtype=torch.int64)
+        self._batch: StepBatch  # of the layers that run
+        self._part: ContextPart | None = None  # of a chunk that all ranks compute
+        self._upper: StepOutput | None = None  # of the upper layers, where they see another batch
+        self._again = Program()
+        self._record_again()
         self._record_all()
 
     def run(self, batch: StepBatch) -> StepOutput:
         """See `DeepseekV41.forward`."""
-        output = self._fill(batch)
+        output = self._begin(batch)
         self.program.run()
-        return output
+        output = output if self._upper is None else self._upper
+        return replace(output, num_experts=self._num_experts(batch))
+
+    def run_part(self, batch: StepBatch, part: ContextPart) -> StepOutput:
+        """See `DeepseekV41.forward_part`."""
+        self._part = part
+        try:
+            return self.run(batch)
+        finally:
+            self._part = None
+
+    def _num_experts(self, batch: StepBatch) -> int:
+        """Experts of the step that just ran; the upper layers may have seen another batch."""
+        if self._expert_ids is None:
+            return -1
+        ids, split = self._expert_ids.numpy(), self._config.candidate_source_layer_id
+        seen = np.zeros((len(ids), self._config.n_routed_experts), bool)
+        layers = np.arange(len(ids))[:, None, None]
+        seen[layers[:split], ids[:split, : batch.num_tokens]] = True
+        seen[layers[split:], ids[split:, : self._batch.num_tokens]] = True
+        return int(np.count_nonzero(seen))
 
     def timed(self, batch: StepBatch, repetitions: int) -> list[tuple[str, float]]:
         """Microseconds of CPU of each operation of the step in this thread, in their order."""
-        output = self._fill(batch)
+        output = self._begin(batch)
         spent = self.program.timed(repetitions)
         del output  # it was written to until here
         return spent
+
+    def _begin(self, batch: StepBatch) -> StepOutput:
+        self._batch, self._upper = batch, None
+        return self._fill(batch)
+
+    def _share_entries(self, layer: int) -> None:
+        if self._part is not None:
+            self._part.share_entries(layer, self._batch, self.cache)
+
+    def _share_window(self, layer: int) -> None:
+        if self._part is not None:
+            above = layer >= self._config.candidate_source_layer_id
+            self._part.share_window(layer, self._batch, self.cache, above=above)
+
+    def _enter_upper(self) -> None:
+        """Between the compressed rows of the last source and the rest of its layer: where the
+        upper layers see another batch, its tokens move to the front, and the step becomes its."""
+        if not self._batch.has_upper_part:
+            return
+        kept, self._batch = self._batch.upper_part()
+        streams, count = self._streams, len(kept)
+        u = self._room("u", self._config.hidden_size)
+        for rows in (streams.x, streams.pre, streams.post, streams.comb, u):
+            rows[:count] = rows[kept]
+        self._upper = self._fill(self._batch)
+        self._again.run()
 
     def _fill(self, batch: StepBatch) -> StepOutput:
         """Counts and addresses of this step; the output that the program writes to."""
@@ -126,6 +188,17 @@ class StepProgram:
         return StepOutput(logits, features)
 
     # ------------------------------------------------------------ recording
+
+    def _record_again(self) -> None:
+        """What the operations of the upper layers look up."""
+        numerics, config = self._num, self._config
+        Recorder(
+            self._again,
+            self._step,
+            bf16=numerics.bf16,
+            rounds_caches=numerics.rounds_caches,
+            eps=config.rms_norm_eps,
+        ).begin(config.index_topk)
 
     def _record_all(self) -> None:
         config, weights, record = self._config, self._weights, self._record
@@ -181,39 +254,19 @@ class StepProgram:
     def _moe(self, index: int, u: Tensor, y: Tensor) -> None:
         config, room, weights = self._config, self._room, self._weights.layers[index].moe
         top_k = config.num_experts_per_tok
-        if not isinstance(self._exchange, Alone):
+        if self._expert_ids is None:
             moe = Moe(config, weights, top_k, self._num, self._exchange)
 
             def exchange() -> None:
                 num_tokens = self._step["num_tokens"]
-                y[:num_tokens] = moe(u[:num_tokens])
+                if num_tokens:
+                    y[:num_tokens] = moe(u[:num_tokens])
+                else:
+                    moe.serve()
 
             self.program.pause(exchange)
             return
-        scores = room("scores", weights.gate.out_features)
-        expert_ids, shares = room("expert_ids", top_k, dtype=torch.int64), room("shares", top_k)
-        self._record.linear(u, weights.gate, scores, bf16=False)
-        self._record.route(
-            scores,
-            weights.bias,
-            scaling=config.routed_scaling_factor,
-            temperature=config.gate_temp,
-            expert_ids=expert_ids,
-            shares=shares,
-        )
-        self._record.all_experts(
-            u,
-            expert_ids,
-            shares,
-            weights.w13,
-            weights.w2,
-            weights.shared_w13,
-            weights.shared_w2,
-            limit=config.swiglu_limit,
-            slots=room("slots", top_k, config.hidden_size),
-            shared=room("shared", config.hidden_size),
-            out=y,
-        )
+        record_moe(self._record, room, config, weights, top_k, u, y, self._expert_ids[index])
 
     def _feed(self, weights: DraftWeights) -> None:
         """Window rows of the draft stages, from the features."""
@@ -236,7 +289,13 @@ class StepProgram:
         down, low_rank = room("down", weights.down.out_features), room("q", config.q_lora_rank)
         queries = room("queries", weights.query.out_features)
         groups = room("groups", weights.out.in_features)
-        window = self.cache.window_pool(index)
+        window, is_shared = self.cache.window_pool(index), not isinstance(self._exchange, Alone)
+        if weights.compressor is not None:
+            self._compress(index, weights, ratio, u)
+            if is_shared:
+                self.program.pause(partial(self._share_entries, index))
+        if index == config.candidate_source_layer_id:
+            self.program.pause(self._enter_upper)
         record.fp8_linear(u, weights.down, down)
         record.window_rows(
             down,
@@ -247,8 +306,8 @@ class StepProgram:
             q_norm=weights.q_norm,
             low_rank=low_rank,
         )
-        if weights.compressor is not None:
-            self._compress(index, weights, ratio, u)
+        if is_shared:
+            self.program.pause(partial(self._share_window, index))
         if weights.indexer is not None:
             record.choose_all(ratio, self._choice)
             self._choose(index, weights.indexer, ratio, u, low_rank)

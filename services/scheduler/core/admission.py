@@ -1,14 +1,18 @@
 """Who enters next, and on which rank: the head of the queue, where it costs least time."""
 
 from collections.abc import Iterator, Set
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deepmesh.prefix_hash import extend_chain
+
 from .costs import Costs
 from .grammars import Grammars
 from .placement import RankLoads
-from .prefix_index import Hit, extend_chain
+from .prefetch import MAX_AHEAD
+from .prefix_index import Hit
 from .request import Phase, Request
 from .residency import Residency
 from .transfers import Transfers
@@ -40,6 +44,7 @@ class Admission:
         self._waiting = waiting
         self._watermark = watermark
         self._loads, self._writes = transfers.loads, transfers.writes
+        self._prefetch = transfers.prefetch
         self._costs, self._grammars = costs, grammars
         self._prefix_cache = prefix_cache
         self._max_unacked = max_unacked
@@ -53,6 +58,34 @@ class Admission:
         return len(self._waiting)
 
     def admit(
+        self, budgets: NDArray[np.int64], step: int, now: int, *, grid: int
+    ) -> Iterator[Request]:
+        """Admit requests one by one, as `_admit`; then, where one finds no room, see what of those
+        that wait can be loaded meanwhile."""
+        yield from self._admit(budgets, step, now, grid=grid)
+        if self.is_blocked and self._prefix_cache and self._prefetch.is_due(now):
+            self._look_ahead(now)
+
+    def _look_ahead(self, now: int) -> None:
+        loads = RankLoads(self._residency, self._watermark, self._costs)
+        for request in list(islice(self._waiting, MAX_AHEAD)):
+            if request.is_parked or request.generate.prefill_at:
+                continue  # nobody knows when it comes, or another group sends it its prefix
+            if self._awaits_store(request, now) or request.found is None:
+                continue
+            hits = self._hits(request)
+            ranks = range(len(self._residency.memories))
+            for rank in sorted(ranks, key=lambda rank: -hits.get(rank, Hit()).position):
+                hit = hits.get(rank, Hit())
+                plan = self._loads.plan(request, rank, hit, self._limit(request))
+                if plan is None or not self._prefetch.has_room(rank):
+                    continue
+                if not loads.has_room(request, rank, Hit(global_blocks=tuple(plan.shared))):
+                    continue
+                if self._prefetch.begin(request, rank, plan, now):
+                    break
+
+    def _admit(
         self, budgets: NDArray[np.int64], step: int, now: int, *, grid: int
     ) -> Iterator[Request]:
         """Admit requests one by one, until the queue is empty or its head finds no room.
@@ -89,6 +122,7 @@ class Admission:
             loads.enter(request, hit)
             if request.admitted_ns == 0:
                 request.admitted_ns = now
+                self._count_possible(request)
             if is_loading:
                 continue  # it takes part in steps once its blocks are filled
             if hit.point is not None:
@@ -97,6 +131,8 @@ class Admission:
             if request.cached_tokens < 0:
                 request.cached_tokens = min(hit.position, request.prompt_len)
                 self.cached_tokens += request.cached_tokens
+                tier = self._prefetch.tier_of(hit)
+                self._residency.cache.hits[tier] += request.cached_tokens
             yield request
 
     def _awaits_prefix(self, request: Request, step: int) -> bool:
@@ -146,6 +182,15 @@ class Admission:
         if self._loads.begin(request, rank, plan, now):
             return True, hit
         return False, self._hits(request).get(rank, Hit())
+
+    def _count_possible(self, request: Request) -> None:
+        """What a cache that forgets nothing would hit."""
+        if not self._prefix_cache or request.lacks_prompt_probs:
+            return
+        cache, keys = self._residency.cache, self._residency.grid_keys(request)
+        most = min(self._limit(request), request.prompt_len - 1) // self._geometry.chunk_align
+        cache.possible_tokens += cache.seen.count(keys[:most]) * self._geometry.chunk_align
+        cache.seen.add(keys)
 
     def _absent(self, keys: Set[bytes]) -> set[bytes]:
         """Keys of points that no rank has."""

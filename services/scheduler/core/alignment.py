@@ -94,12 +94,15 @@ class Alignment:
         *,
         costs: Costs,
         choose_kind: ChooseKind,
+        is_paced: bool,
     ) -> None:
+        """`is_paced`: steps bound their prefill by time (`pace.py`), so both kinds always fit."""
         self._residency = residency
         self._waiting = waiting
         self._geometry = geometry
         self._costs = costs
         self._choose_kind = choose_kind
+        self._is_paced = is_paced
         self._ranks = len(residency.memories)
         self._held = self._stalled = 0
         self._wanted_both = False  # of the step being planned
@@ -115,6 +118,8 @@ class Alignment:
         self._wanted_both = has_prefill and has_decode
         if not self._wanted_both:
             return StepKind.PREFILL if has_prefill else StepKind.DECODE
+        if self._is_paced:
+            return StepKind.MIXED
         return self._choose_kind(self._intents())
 
     def ran(self, plan: Plan) -> None:

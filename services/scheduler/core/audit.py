@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 
 from deepmesh.wire.messages import Pool
 
+from .audit_handovers import audit_handovers
 from .audit_memory import AuditError, audit_memory, require
 from .engine import Engine
 from .group import Group, StepRecord, StepState
-from .op_fences import LoadOp
+from .op_fences import LoadOp, PrefetchOp
 from .policy import least_alone
 from .request import Phase, Request
 
@@ -30,6 +31,7 @@ def audit(core: Scheduler) -> None:
     engine = core.engine
     residents = engine.residents() if engine else []
     _requests(core, residents)
+    audit_handovers(core)
     if engine is None:
         require(not core.group.unresolved, "I13 steps in flight without an engine")
         return
@@ -39,6 +41,7 @@ def audit(core: Scheduler) -> None:
         _counters(engine, residents)
         _tables(engine, residents)
     _loads(engine, residents)
+    _guests(engine)
     _expected(engine, residents)
     _fits(core, engine)
     _grammars(engine)
@@ -161,6 +164,18 @@ def _loads(engine: Engine, residents: list[Request]) -> None:
             require(alone and ledger.pins[block] == 1, f"I8 a load fills shared {pool.name} blocks")
 
 
+def _guests(engine: Engine) -> None:
+    """I30: ranks lend blocks to a prompt that goes on elsewhere, and to nobody else."""
+    table, guests = engine.residency.table, engine.residency.guests
+    lent = [bool(guests.blocks(rank)) for rank in range(len(engine.memories))]
+    if guests.index < 0:
+        require(not any(lent), "I30 blocks are lent to nobody")
+        return
+    home = guests.index // engine.residency.slots
+    require(table.phase[guests.index] == Phase.PREFILL, "I30 blocks are lent to no prompt")
+    require(not lent[home], "I30 a rank lends blocks to its own request")
+
+
 def _expected(engine: Engine, residents: list[Request]) -> None:
     """I25: others wait for exactly the prefixes that residents are about to compute or load."""
     size, slots = engine.geometry.block_size, engine.residency.slots
@@ -169,6 +184,9 @@ def _expected(engine: Engine, residents: list[Request]) -> None:
         for point in request.points:
             if point // size <= len(request.chain):
                 wanted[request.slot // slots][request.chain[point // size - 1]] += 1
+    for op in engine.residency.ops:
+        if isinstance(op, PrefetchOp) and not op.is_overdue:
+            wanted[op.rank][op.point.key] += 1
     require(wanted == engine.residency.expected, "I25 prefixes are expected of nobody, or not")
 
 
@@ -232,7 +250,8 @@ def _quiescence(core: Scheduler, engine: Engine) -> None:
     """I12: nothing is left behind when nothing is there."""
     if core.registry.live or core.group.unresolved:
         return
-    require(not any(engine.residency.expected), "I12 prefixes are expected of nobody")
+    ahead = any(isinstance(op, PrefetchOp) for op in engine.residency.ops)
+    require(ahead or not any(engine.residency.expected), "I12 prefixes are expected of nobody")
     require(not engine.residency.zombies, "I12 zombies without steps")
     for memory in engine.memories:
         for pool in memory.pools:

@@ -33,6 +33,7 @@ def audit_memory(engine: Engine, steps: list[StepRecord], rank: int) -> None:
     for i in here.tolist():
         held[0].append(table.global_blocks[i, : table.num_global[i]])
         held[1].append(table.window_blocks[i, table.window_start[i] : table.window_end[i]])
+    held[0].append(np.array(residency.guests.blocks(rank), np.int32))
     pins = [table.request_at(i).deferred_state for i in here.tolist()]
     for step in steps:
         if rank in step.pending:
@@ -84,6 +85,8 @@ def _pool(
     require(bool((used != (seen > 0)).all()), f"I7 {name} blocks leak, or are used and free")
     idle = np.flatnonzero((cached_count > 0) & (held_count == 0) & (pins == 0))
     require(idle.tolist() == sorted(pool.evictable_blocks()), f"I7 evictable {name} blocks")
+    stray = pool.shielded & (pool.cached == 0) & (pool.held == 0) & (pool.pins == 0)
+    require(not stray.any(), f"I7 shielded {name} blocks that nothing keeps")
     require(all(step > gpu_done for step in pool.fenced_blocks()), f"I10 {name} fence")
     require(pool.gpu_done == gpu_done, f"I10 {name} watermark")
     require(pool.num_fenced == len(spare) - pool.num_free, f"I7 fenced {name} blocks")

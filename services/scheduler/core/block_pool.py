@@ -5,6 +5,8 @@ from collections import OrderedDict
 import numpy as np
 from numpy.typing import NDArray
 
+SHIELDED = 0.75  # of a pool's blocks, at most
+
 
 class BlockPool:
     """Blocks 0..total-1, each in exactly one class.
@@ -12,7 +14,9 @@ class BlockPool:
     held: in block tables or pinned by a hit (`held[b]` counts them). pinned: nobody holds it, but
     a store or load still reads or writes it (`pins[b]` counts these ops). evictable: only the
     prefix index keeps it. fenced: nobody wants it, but a submitted step may still touch it. free:
-    the rest. A block's fence is the last step that may touch it; only the gpu_done watermark
+    the rest. Evictable blocks leave least recently used first, those that are `shielded` behind all
+    others; at most SHIELDED of a pool can be, so that what is new has a place to prove itself. A
+    block's fence is the last step that may touch it; only the gpu_done watermark
     passes it. Ops are not ordered with steps: a block waits for its fence and for all its ops.
     """
 
@@ -24,9 +28,11 @@ class BlockPool:
         self.fence = np.zeros(total, np.int64)
         self.gpu_done = 0
         self.num_pinned = 0
+        self.shielded = np.zeros(total, np.bool_)
         self._free = list(range(total - 1, -1, -1))
         self._fenced: dict[int, list[int]] = {}
-        self.evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._proven: OrderedDict[int, None] = OrderedDict()  # the same of shielded ones
 
     @property
     def num_free(self) -> int:
@@ -36,12 +42,17 @@ class BlockPool:
     @property
     def num_evictable(self) -> int:
         """Blocks that only the prefix index keeps."""
-        return len(self.evictable)
+        return len(self._evictable) + len(self._proven)
 
     @property
     def num_available(self) -> int:
         """Free blocks and those that eviction can free."""
-        return len(self._free) + len(self.evictable)
+        return len(self._free) + self.num_evictable
+
+    @property
+    def num_spare(self) -> int:
+        """Free blocks and those whose eviction costs least."""
+        return len(self._free) + len(self._evictable)
 
     @property
     def num_fenced(self) -> int:
@@ -85,7 +96,7 @@ class BlockPool:
             if self.pins[block] > 0:
                 self.num_pinned -= 1
             else:
-                del self.evictable[block]
+                self.forget(block)
         self.held[block] += 1
 
     def release(self, block: int, fence: int) -> None:
@@ -108,7 +119,7 @@ class BlockPool:
         """A store or load begins to touch a block that is held or cached."""
         assert self.held[block] > 0 or self.cached[block] > 0, f"block {block} is free"
         if self.held[block] == 0 and self.pins[block] == 0:
-            del self.evictable[block]
+            self.forget(block)
             self.num_pinned += 1
         self.pins[block] += 1
 
@@ -121,8 +132,8 @@ class BlockPool:
             self._settle(block)
 
     def keep(self, block: int) -> None:
-        """The prefix index keeps a block that is held."""
-        assert self.held[block] > 0, f"block {block} is not held"
+        """The prefix index keeps a block that is held, or that a load has filled."""
+        assert self.held[block] > 0 or self.pins[block] > 0, f"block {block} is not held"
         self.cached[block] += 1
 
     def drop(self, block: int) -> None:
@@ -130,12 +141,25 @@ class BlockPool:
         assert self.cached[block] > 0, f"block {block} is not cached"
         self.cached[block] -= 1
         if self.cached[block] == 0 and self.held[block] == 0 and self.pins[block] == 0:
-            del self.evictable[block]
+            self.forget(block)
             self.retire(block, int(self.fence[block]))
+
+    def shield(self, block: int, on: bool = True) -> None:
+        """Evict a cached block behind all that are not shielded, or, when that ends, first."""
+        if bool(self.shielded[block]) == on:
+            return
+        is_queued = block in (self._evictable if on else self._proven)
+        if is_queued:
+            self.forget(block)
+        self.shielded[block] = on
+        if is_queued:
+            self._join_queue(block)
+            if not on:
+                self._evictable.move_to_end(block, last=False)
 
     def oldest_evictable(self) -> int | None:
         """The cached block that nobody has held for the longest time."""
-        return next(iter(self.evictable), None)
+        return next(iter(self._evictable or self._proven), None)
 
     def advance(self, gpu_done: int) -> None:
         """All steps up to `gpu_done` are complete on the device, their tails included."""
@@ -153,18 +177,33 @@ class BlockPool:
         return self._free
 
     def evictable_blocks(self) -> list[int]:
-        """Evictable blocks, least recently used first."""
-        return list(self.evictable)
+        """Evictable blocks, next to be evicted first."""
+        return [*self._evictable, *self._proven]
 
     def _settle(self, block: int) -> None:
         """Neither held nor pinned any more."""
         if self.cached[block] > 0:
-            self.evictable[block] = None
+            self._join_queue(block)
         else:
             self.retire(block, int(self.fence[block]))
 
+    def _join_queue(self, block: int) -> None:
+        if not self.shielded[block]:
+            self._evictable[block] = None
+            return
+        self._proven[block] = None
+        if len(self._proven) > SHIELDED * self.total:
+            oldest, _ = self._proven.popitem(last=False)
+            self.shielded[oldest] = False
+            self._evictable[oldest] = None
+
+    def forget(self, block: int) -> None:
+        """The block is evictable no more; the caller knows what becomes of it."""
+        del (self._proven if self.shielded[block] else self._evictable)[block]
+
     def retire(self, block: int, fence: int) -> None:
         """Nobody wants the block any more: free once `fence`, its own, is passed."""
+        self.shielded[block] = False
         if fence <= self.gpu_done:
             self._free.append(block)
         else:

@@ -5,8 +5,11 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
+from deepmesh.fingerprint import weights_of
 from deepmesh.wire.messages import ErrorCode, Generate, SamplingParams
 from deepmesh.wire.packed import unpack_ids
+
+from .request import Request
 
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
@@ -47,6 +50,23 @@ def check_grammar(message: Generate, *, has_masks: bool) -> Generate:
         detail = "the executors of this model cannot keep to a grammar: leave the grammar out"
         raise Refusal(ErrorCode.INVALID, detail, "grammar")
     return message
+
+
+def check_engine(request: Request, fingerprint: str, replica: str) -> None:
+    """An answer is of one model: its tokens so far must be of the weights that are loaded now.
+
+    Raises:
+        Refusal: they are of others; a replica that still has those may continue it.
+    """
+    if len(request.ids) * 4 <= len(request.generate.prompt_ids):
+        return  # nothing has been answered yet
+    known = request.fingerprint or request.generate.fingerprint
+    if known and fingerprint and weights_of(known) != weights_of(fingerprint):
+        detail = (
+            f"this answer was begun by another model ({known}) than {replica} serves now "
+            f"({fingerprint}); send the request again"
+        )
+        raise Refusal(ErrorCode.MISMATCH, detail, retry_after_s=1.0)
 
 
 def check_tokens(message: Generate, vocabulary: str, replica: str) -> None:
@@ -118,3 +138,20 @@ def _sampling(sampling: SamplingParams) -> Iterator[tuple[str, bool, str]]:
     yield "bad_words", all(len(w) % 4 == 0 and w for w in lists[1:]), "hold whole int32s"
     is_finite = all(math.isfinite(amount) for _, amount in sampling.logit_bias)
     yield "logit_bias", is_finite, "hold finite numbers"
+
+
+def check_probs(message: Generate, num_output: int) -> int:
+    """How many confirmed tokens bring their log probabilities: all of them, or none.
+
+    Raises:
+        Refusal: some are missing.
+    """
+    logprobs, top_ids = message.confirmed_logprobs, message.confirmed_top_ids
+    if not (logprobs or top_ids or message.confirmed_top_logprobs):
+        return 0
+    wide = 4 * max(0, message.n_logprobs)
+    sizes = (len(logprobs), len(top_ids), len(message.confirmed_top_logprobs))
+    if message.n_logprobs < 0 or sizes != (4 * num_output, *2 * (wide * num_output,)):
+        detail = f"log probabilities of {sizes} bytes do not fit {num_output} confirmed tokens"
+        raise Refusal(ErrorCode.INVALID, detail, "logprobs")
+    return num_output

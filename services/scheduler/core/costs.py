@@ -36,9 +36,12 @@ class Costs:
             return 0.0
         return float((self.base + self.prefill_token * np.array(tokens)).max())
 
-
-def verify_costs(capacities: list[Capacity]) -> dict[int, float]:
-    """Verify tiers that every rank captured, with the time of the slowest rank: tokens -> ns."""
-    by_rank = [dict(capacity.costs.verify) for capacity in capacities]
-    shared = set(by_rank[0]).intersection(*by_rank)
-    return {tokens: float(max(times[tokens] for times in by_rank)) for tokens in sorted(shared)}
+    def slowest_ns(self) -> dict[str, int]:
+        """Of the slowest rank, as ReplicaStats names them; 0 where not known."""
+        if not self.are_known:
+            return {}
+        return {
+            "prefill_token_ns": int(self.prefill_token.max()),
+            "decode_row_ns": int(self.decode_row.max()),
+            "context_kilotoken_ns": int(1000 * self.context_token.max()),
+        }

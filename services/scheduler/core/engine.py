@@ -5,13 +5,23 @@ from typing import Literal
 import msgspec
 
 from deepmesh.config import SchedulerConfig
-from deepmesh.wire.messages import Capacity, Pool, ReplicaStats, StepResult, StepStatus, SubmitStep
+from deepmesh.wire.messages import (
+    Capacity,
+    Pool,
+    ReplicaStats,
+    StepKind,
+    StepResult,
+    StepStatus,
+    SubmitStep,
+)
 
 from .admission import Admission
 from .alignment import Alignment, ChooseKind
-from .costs import Costs, verify_costs
+from .context_parts import ContextParts
+from .costs import Costs
 from .grammars import Grammars
 from .group import Group, StepRecord
+from .handover_asks import HandoverAsks
 from .kv_stores import KvStores
 from .leases import RankMemory
 from .outbox import Outbox
@@ -25,6 +35,7 @@ from .request import Phase, Request
 from .residency import Residency
 from .results import Results
 from .speculation import VerifyCapacity
+from .step_curve import SpeculationCosts
 from .transfers import Transfers
 from .waiting import WaitingQueue
 from .watermark import Watermark
@@ -49,6 +60,7 @@ def geometry_of(config: SchedulerConfig, capacities: list[Capacity]) -> Geometry
         decode_width=1 + first.draft_len,
         one_kernel_class=first.one_kernel_class,
         vocab_size=first.vocab_size,
+        prefill_halo=first.prefill_halo,
     )
 
 
@@ -68,14 +80,18 @@ class Engine:
         max_unacked: int,
         choose_kind: ChooseKind,
         stores: KvStores,
+        asks: HandoverAsks,
         load_s: float,
         prefill_share: float,
+        context_parallel_tokens: int,
     ) -> None:
         costs = Costs(capacities)
         self.geometry = geometry
         self.group = group
+        self._costs_ns = costs.slowest_ns()
         self.memories = [RankMemory(capacity) for capacity in capacities]
         self.residency = Residency(self.memories, geometry)
+        self.residency.count_in(group.cache)
         self.watermark = Watermark(self.residency, waiting)
         self.transfers = Transfers(
             self.residency,
@@ -83,6 +99,7 @@ class Engine:
             stores,
             waiting,
             outbox,
+            asks=asks,
             load_s=load_s,
             prefill_token_ns=capacities[0].costs.prefill_token_ns,
         )
@@ -98,20 +115,42 @@ class Engine:
             prefix_cache=prefix_cache,
             max_unacked=max_unacked,
         )
+        self.pace = Pace(costs, geometry, share=prefill_share)
+        alignment = Alignment(
+            self.residency,
+            waiting,
+            geometry,
+            costs=costs,
+            choose_kind=choose_kind,
+            is_paced=self.pace.binds,
+        )
         self.planner = Planner(
             self.residency,
             self.watermark,
             self.admission,
-            Alignment(self.residency, waiting, geometry, costs=costs, choose_kind=choose_kind),
-            Pace(costs, geometry, share=prefill_share),
+            alignment,
+            self.pace,
+            ContextParts(
+                self.residency,
+                costs,
+                self.pace,
+                capacities[0].prompt_work,
+                least_tokens=context_parallel_tokens,
+            ),
             outbox.readers,
             prefix_cache=prefix_cache,
             max_unacked=max_unacked,
         )
+        first = capacities[0]
+        self._key = f"{first.fingerprint} {len(capacities)} {first.draft_len}"
         self.verify = VerifyCapacity(
-            draft_len=geometry.decode_width - 1, cost_by_tier=verify_costs(capacities)
+            draft_len=geometry.decode_width - 1,
+            costs=SpeculationCosts.of([capacity.costs for capacity in capacities]),
+            counts=group.drafts,
+            learned=group.drafts.learned.get(self._key, ()),
         )
         self.packer = Packer(self.residency, group, self.verify)
+        self._last_end_ns = 0
         self._tried: dict[int, set[int]] = {}  # phases that lacked blocks, of ranks at a stand
         self._is_short = False  # of blocks, so that the last plan had no row
         self.results = Results(self.residency, group, outbox, registry, geometry)
@@ -152,10 +191,27 @@ class Engine:
         for result in results:
             if result.rank == 0:
                 self.verify.observe(result.confidence)
+            if self.geometry.decode_width > 1:
+                step.drafts.add(result, self.geometry.decode_width - 1)
+                self.group.drafts.saw(result)
             if result.status == StepStatus.SKIPPED:
                 settled += self.results.discard(step, result.rank)
         for request in settled:
             self.watermark.preempt(request)
+
+    def complete(self, step: StepRecord) -> None:
+        """All ranks have answered: what the step took is known."""
+        self.pace.saw(step)
+        # With what is between two steps: it is the same for one that brings more tokens.
+        began_ns = max(step.drafts.enqueued_ns, self._last_end_ns)
+        self._last_end_ns = step.end_ns
+        if self.geometry.decode_width > 1 and step.kind == StepKind.DECODE:
+            self.verify.saw(step.drafts, step.end_ns - min(began_ns, step.begin_ns))
+
+    def keep_learned(self) -> None:
+        """What was learned of drafts is there for the next engine."""
+        if learned := self.verify.learned:
+            self.group.drafts.learned[self._key] = learned
 
     def residents(self) -> list[Request]:
         """All resident requests, oldest first."""
@@ -189,6 +245,8 @@ class Engine:
             max_model_len=self.geometry.max_model_len,
             waiting_tokens=waiting_tokens + int(uncomputed[uncomputed > 0].sum()),
             inflight_tokens=self.group.inflight_tokens,
+            context_tokens=int(table.confirmed[resident].sum()),
+            **self._costs_ns,
             free_blocks=self._sum("num_free"),
             cached_blocks=self._sum("num_evictable"),
             total_blocks=self._sum("total"),
@@ -199,6 +257,11 @@ class Engine:
                 for pool in Pool
             ),
         )
+
+    @property
+    def num_points(self) -> int:
+        """Resumable points on all ranks."""
+        return sum(len(memory.index.points) for memory in self.memories)
 
     def _sum(
         self, count: Literal["num_free", "num_evictable", "num_pinned", "total"]

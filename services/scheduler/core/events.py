@@ -10,19 +10,28 @@ from deepmesh.wire.messages import (
     Capacity,
     CompileGrammars,
     Drain,
+    ExpertsPlaced,
     Failed,
     Finished,
     FlushCache,
     Generate,
     GpuDone,
     GrammarsCompiled,
+    HandOff,
+    HandOffDone,
+    HandOffRefused,
+    HandOffRenew,
     Hits,
     Load,
     LoadBlocks,
     Lookup,
     OpDone,
     Pause,
+    PlaceExperts,
+    PrefillFor,
+    PrefixEvents,
     Progress,
+    ReleaseBlocks,
     Reset,
     Resume,
     Shutdown,
@@ -33,6 +42,8 @@ from deepmesh.wire.messages import (
     SubmitStep,
     TokenBatch,
 )
+
+from .expert_orders import ExpertsPlanned, PlanExperts
 
 Incoming = (
     Generate
@@ -46,7 +57,13 @@ Incoming = (
     | Progress
     | OpDone
     | Hits
+    | PrefillFor
+    | HandOff
+    | HandOffRefused
+    | HandOffRenew
+    | HandOffDone
     | GrammarsCompiled
+    | ExpertsPlaced
     | Drain
     | FlushCache
     | Pause
@@ -65,7 +82,15 @@ Outgoing = (
     | StoreBlocks
     | LoadBlocks
     | Lookup
+    | PrefillFor
+    | HandOff
+    | HandOffRefused
+    | HandOffRenew
+    | HandOffDone
+    | ReleaseBlocks
     | CompileGrammars
+    | PlaceExperts
+    | PrefixEvents
 )
 
 
@@ -133,6 +158,41 @@ class KvstoreDown:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterUp:
+    """The link to a router is up: it wants to know which prefixes are here."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class RouterDown:
+    """The link to a router is lost."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillerUp:
+    """The link to a scheduler that computes prompts for this one is up."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillerDown:
+    """It is lost: this scheduler computes those prompts itself."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderDown:
+    """The link to a scheduler for which this one computes prompts is lost."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """All mail so far is in: plan, and look at the timers."""
 
@@ -148,6 +208,12 @@ Event = (
     | ExecutorDown
     | KvstoreUp
     | KvstoreDown
+    | PrefillerUp
+    | PrefillerDown
+    | DecoderDown
+    | RouterUp
+    | RouterDown
+    | ExpertsPlanned
     | Tick
 )
 
@@ -178,6 +244,21 @@ class RequestEnded:
     first_token_ns: int = 0
     first_step: int = 0  # group steps that carried its rows
     last_step: int = 0
+    number: int = 0  # the core's own, as in StepEnded.rids
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """A prompt that another group computed was loaded, or failed to be: for its trace."""
+
+    rid: bytes
+    traceparent: str
+    peer: str  # the scheduler that computed it
+    num_tokens: int
+    num_bytes: int  # 0: it failed
+    asked_ns: int
+    offered_ns: int
+    ended_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +277,8 @@ class StepEnded:
     step_id: int = 0
     ready_ns: int = 0  # first rank's result
     last_rank: int = -1  # whose result came last
+    placement: int = 0  # of routed experts; 0: the one that executors load
+    rids: bytes = b""  # uint64 [num_rows], the core's own numbers of its requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,4 +290,4 @@ class Note:
     fields: dict[str, str | int | float] = field(default_factory=dict[str, str | int | float])
 
 
-Action = Send | RequestEnded | StepEnded | Note
+Action = Send | RequestEnded | HandedOver | StepEnded | PlanExperts | Note

@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 
 from deepmesh.wire.messages import Capacity, Descriptor, StepKind
 
+from .cache_counts import CacheCounts
+from .draft_counts import DraftCounts, StepDrafts
+
 _STEP_BITS = 32
 
 
@@ -98,6 +101,9 @@ class StepRecord:
     begin_ns: int = 0  # on the device of the rank that began last
     end_ns: int = 0  # on the device of the rank that ended last
     last_rank: int = -1  # whose result came last
+    placement: int = 0  # see Group.placement
+    expert_rows: list[bytes] = field(default_factory=list[bytes])  # of ranks that have answered
+    drafts: StepDrafts = field(default_factory=StepDrafts)  # the same
 
     def part(self, rank: int) -> StepRows:
         """One rank's rows."""
@@ -136,17 +142,35 @@ class Waste:
     late_results: int = 0  # of an older engine epoch
 
 
-def decide(rows: list[int], decode_tokens: list[int], prefill_tokens: list[int]) -> Descriptor:
+def decide(
+    rows: list[int],
+    decode_tokens: list[int],
+    prefill_tokens: list[int],
+    decode_rows: list[int],
+    walks: int = 0,
+) -> Descriptor:
     """The descriptor of a group step: a pure function of what each rank is about to run.
 
     Ranks without rows run a dummy of this shape; without any row it is a step of dummies.
+
+    Args:
+        rows, decode_tokens, prefill_tokens, decode_rows: of each rank; tokens go by the kernels
+            that compute them.
+        walks: positions before the last one of the longest row of decode kernels.
     """
     has_decode, has_prefill = any(decode_tokens), any(prefill_tokens)
     kind = StepKind.DECODE if has_decode else StepKind.DUMMY
     if has_prefill:
         kind = StepKind.MIXED if has_decode else StepKind.PREFILL
     tokens = [sum(pair) for pair in zip(decode_tokens, prefill_tokens, strict=True)]
-    return Descriptor(kind=kind, padded_tokens=max(1, *tokens), padded_rows=max(1, *rows))
+    return Descriptor(
+        kind=kind,
+        padded_tokens=max(1, *tokens),
+        padded_rows=max(1, *rows),
+        decode_rows=max(decode_rows),
+        walks=walks,
+        prefill_tokens=max(prefill_tokens),
+    )
 
 
 class Group:
@@ -157,6 +181,7 @@ class Group:
         self.engine_epoch = first_epoch
         self.group_epoch = first_epoch
         self.group_step = 0
+        self.placement = 0  # number of the PlaceExperts that the next step has in force
         self.peers: dict[int, str] = {}
         self.capacities: dict[int, Capacity] = {}
         self.loaded: set[int] = set()
@@ -164,7 +189,8 @@ class Group:
         self.unresolved: deque[StepRecord] = deque()
         self.retiring: deque[StepRecord] = deque()  # applied, not yet GPU_DONE on all ranks
         self.inflight_tokens = 0  # Σ q over unresolved rows; moves by their contributions only
-        self.waste = Waste()
+        self.waste, self.drafts, self.cache = Waste(), DraftCounts(), CacheCounts()
+        self.shared_tokens = 0  # prompt tokens of chunks that all ranks computed together
         self.applied: list[int] = [0] * ranks  # last step applied, by rank
         self.gpu_done: list[int] = [0] * ranks
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from deepmesh.prefix_hash import root_hash
 from deepmesh.wire.messages import (
     Abort,
     Accepted,
@@ -16,10 +17,17 @@ from deepmesh.wire.messages import (
 )
 from deepmesh.wire.packed import unpack_ids
 
-from .checks import Refusal, check_grammar, check_tokens, check_values, check_vocabulary
+from .checks import (
+    Refusal,
+    check_engine,
+    check_grammar,
+    check_probs,
+    check_tokens,
+    check_values,
+    check_vocabulary,
+)
 from .outbox import Outbox
 from .policy import Geometry, least_alone
-from .prefix_index import root_hash
 from .prompt_probs import PromptProbs
 from .registry import Registry
 from .request import Ended, Request
@@ -27,6 +35,8 @@ from .waiting import WaitingQueue
 
 ANY_ATTEMPT = 1 << 62  # of an Abort that names none
 CLASSES = ("global", "window", "state")
+
+MAX_MARKS = 4  # points that one prompt may ask for beside its end
 
 
 class Intake:
@@ -146,7 +156,14 @@ class Intake:
             try:
                 self.check_fit(request)
             except Refusal as refusal:
-                self._registry.fail(request, refusal.code, refusal.detail, now, param=refusal.param)
+                self._registry.fail(
+                    request,
+                    refusal.code,
+                    refusal.detail,
+                    now,
+                    param=refusal.param,
+                    retry_after_s=refusal.retry_after_s,
+                )
 
     def abandon(self, request: Request, now: int) -> None:
         """Nobody came for an orphan; who comes later starts it anew."""
@@ -185,6 +202,7 @@ class Intake:
     def _take(self, request: Request, pos: int, now: int) -> None:
         """A client took output tokens below `pos`. One that was too far behind goes on from here,
         and so does its clock: the stop was its own."""
+        pos = min(pos, request.max_len - request.prompt_len)
         if pos <= request.acked:
             return
         length = self._registry.confirmed_len(request) - request.prompt_len
@@ -245,9 +263,12 @@ class Intake:
             detail = f"the prompt length {message.prompt_len} does not fit {len(prompt)} token ids"
             raise Refusal(ErrorCode.INVALID, detail, "prompt")
         check_values(message)
+        if len(message.marks) % 4:
+            raise Refusal(ErrorCode.INVALID, "marks are not whole int32s", "prompt")
         if len(message.stop_ids) % 4:
             raise Refusal(ErrorCode.INVALID, "stop ids are not whole int32s", "stop_token_ids")
         ids = np.concatenate([prompt, output]).astype(np.int32)
+        num_known = check_probs(message, len(output))
         return Request(
             rid=self._next_rid,
             generate=message,
@@ -255,11 +276,15 @@ class Intake:
             max_len=message.prompt_len + message.max_tokens,
             received_ns=now,
             ids=ids,
+            marks=tuple(unpack_ids(message.marks)[:MAX_MARKS].tolist()),
             reply_to=message.reply_to,
             attempt=message.attempt,
             progress_ns=now,
             acked=len(ids) - message.prompt_len,
-            logprobs_from=len(ids) - message.prompt_len,
+            logprobs=bytearray(message.confirmed_logprobs),
+            top_ids=bytearray(message.confirmed_top_ids),
+            top_logprobs=bytearray(message.confirmed_top_logprobs),
+            logprobs_from=len(ids) - message.prompt_len - num_known,
             prompt_probs=PromptProbs(message.prompt_len, message.n_prompt_logprobs)
             if message.n_prompt_logprobs >= 0
             else None,
@@ -275,6 +300,8 @@ class Intake:
         if geometry is None:
             return
         check_tokens(message, self.vocabulary, self._replica)
+        check_engine(request, self.fingerprint, self._replica)
+        request.fingerprint = self.fingerprint
         vocab_size = geometry.vocab_size
         if int(request.ids.min()) < 0 or int(request.ids.max()) >= vocab_size:
             detail = f"token ids must lie in 0..{vocab_size - 1}"

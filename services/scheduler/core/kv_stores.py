@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from deepmesh.wire.messages import Hits, KvKind, Lookup
+from deepmesh.wire.messages import Hits, KvKind, KvTier, Lookup
 
 from .outbox import Outbox
 from .request import Found, Request
@@ -130,6 +130,7 @@ class KvStores:
         found.is_open = False
         blocks = max(0, min(message.num_blocks, len(chain)))
         found.point_blocks = max(0, min(message.num_point_blocks, blocks))
+        found.tier = message.tier or KvTier.MEMORY
         self.forget(name, ((key, KvKind.BLOCK) for key in chain[blocks:]))
         self.forget(name, ((key, KvKind.POINT) for key in chain[found.point_blocks :]))
         self.learn(name, ((key, KvKind.BLOCK) for key in chain[:blocks]))

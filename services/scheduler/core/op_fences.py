@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from deepmesh.wire.messages import KvMove, Pool
+from deepmesh.wire.messages import KvMove, OpDone, Pool
 
 from .leases import RankMemory
-from .request import Request
+from .prefix_index import Point
+from .request import Found, Request
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +34,15 @@ class StoreOp(Op):
 
 
 @dataclass(slots=True, eq=False)
+class ExportOp(Op):
+    """Copies a confirmed prefix to where executors of another group find it; `store` is the
+    executor itself."""
+
+    answer: OpDone | None = None  # once it has ended
+    is_unwanted: bool = False  # the copy is released as soon as it is complete
+
+
+@dataclass(slots=True, eq=False)
 class LoadOp(Op):
     """Fills leased blocks of a request that waits in its slot."""
 
@@ -41,6 +51,18 @@ class LoadOp(Op):
     gen: int = field(kw_only=True)
     position: int = field(kw_only=True)  # of the point: C once the load is complete
     local: int = field(kw_only=True)  # C without it
+    found: Found = field(kw_only=True)  # where it comes from
+
+
+@dataclass(slots=True, eq=False)
+class PrefetchOp(Op):
+    """Fills blocks that nobody holds: it alone keeps them."""
+
+    keys: list[bytes] = field(kw_only=True)  # of the whole prefix
+    own: list[int] = field(kw_only=True)  # global blocks of the last of them, which it fills
+    point: Point = field(kw_only=True)
+    local: int = field(kw_only=True)  # what the rank could resume without it
+    found: Found = field(kw_only=True)
 
 
 class OpFences:
@@ -101,7 +123,7 @@ class OpFences:
             if op.is_overdue:
                 blocks.update(block for kind, block in op.blocks() if kind == pool)
         held = self._memories[rank].pools[pool].held
-        return sum(held[block] == 0 for block in blocks)
+        return sum(int(held[block]) == 0 for block in blocks)
 
     def num_returning(self, rank: int, pool: Pool) -> int:
         """Blocks that are sure to come back: steps and ops in flight are the last to touch them."""

@@ -29,8 +29,10 @@ class Outbox:
         self.readers = Readers()
 
     def send(self, peer: str, message: Outgoing) -> None:
-        """One message, behind everything collected before it."""
-        self.actions.append(Send(peer, message))
+        """One message, behind everything collected before it; none where nobody reads (what is
+        computed for another group has no client)."""
+        if peer:
+            self.actions.append(Send(peer, message))
 
     def note(self, level: str, text: str, **fields: str | int | float) -> None:
         """A line for the log."""
@@ -65,6 +67,8 @@ class Outbox:
         for peer, rows in self._rows.items():
             if peer in self._encoded:
                 rows = join_rows(*self._encoded.pop(peer), rows)
+            if not peer:
+                continue
             self.readers.sent(peer, group_step_of(step_id))
             self.actions.append(Send(peer, TokenBatch(group_step_of(step_id), now, rows)))
         self._rows = {}
@@ -121,6 +125,7 @@ class Outbox:
                 ended_ns=now,
                 first_step=request.first_step,
                 last_step=request.last_step,
+                number=request.rid,
             )
         )
 

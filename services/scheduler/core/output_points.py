@@ -5,11 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from deepmesh.prefix_hash import extend_chain
 from deepmesh.wire.messages import Pool
 
 from .leases import RankMemory
 from .policy import Geometry
-from .prefix_index import Point, extend_chain
+from .prefix_index import Point
 from .rank_pools import RankPools
 from .request import Request, RequestTable
 

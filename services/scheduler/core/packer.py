@@ -11,6 +11,7 @@ from deepmesh.wire.messages import (
     BlockOp,
     Descriptor,
     OpKind,
+    Part,
     Pool,
     RowMode,
     RowSource,
@@ -18,8 +19,11 @@ from deepmesh.wire.messages import (
 )
 from deepmesh.wire.packed import CANCEL, ROW, SLOT
 
+from .context_parts import parts_of, split_of
 from .group import Group, StepRecord, StepRows, decide, group_step_of
+from .guests import part_lengths
 from .plan import Plan
+from .policy import skipped
 from .request import Phase
 from .residency import Residency
 from .slot_updates import SlotUpdates
@@ -48,13 +52,19 @@ class Packer:
         bounds = np.searchsorted(of_ranks, np.arange(group.ranks + 1)).tolist()
         packed = self._row_array(rows)
         self._count(rows, step_id)
-        descriptor = self._descriptor(packed, bounds, plan.flags)
+        descriptor = self._descriptor(packed, bounds, plan)
         record = StepRecord(
             step_id, descriptor.kind, rows, bounds, pending=set(range(group.ranks)), planned_ns=now
         )
+        record.placement = group.placement
         updates = SlotUpdates(self._residency, rows.index, of_ranks, step_id, self._copy)
         updates.capture(plan.captures, record)
         group.submit(record)
+        parts: list[Part | None] = [None] * group.ranks
+        if (share := plan.share) is not None:
+            parts[:] = parts_of(share, self._residency)
+            self._residency.guests.sent(share, step_id)
+            group.shared_tokens += share.bounds[-1] - share.bounds[0]
         data, size, dummy = packed.tobytes(), ROW.itemsize, _dummy_row()
         return [
             SubmitStep(
@@ -70,6 +80,7 @@ class Packer:
                 close=_pack(self._residency.closes, rank, SLOT),
                 cancel=_pack(self._residency.cancels, rank, CANCEL),
                 applied=group.applied[rank],
+                part=parts[rank],
             )
             for rank, (start, end) in enumerate(pairwise(bounds))
         ]
@@ -127,7 +138,23 @@ class Packer:
         rows["start_lo"] = start_lo
         rows["start_hi"] = table.confirmed_kv[index] + table.inflight_q[index]
         rows["q"] = part.q
+        if geometry.prefill_halo and part.is_prefill.any():
+            self._skip(rows, part, mode == RowMode.PREFILL)
         return rows
+
+    def _skip(self, rows: NDArray[np.void], part: StepRows, chunks: NDArray[np.bool_]) -> None:
+        """Let chunks leave out what nothing that is kept depends on."""
+        geometry = self._residency.geometry
+        for at in np.flatnonzero(chunks).tolist():
+            index, start = int(part.index[at]), int(rows["start_lo"][at])
+            request = self._table.request_at(index)
+            if request.lacks_prompt_probs:
+                continue
+            ends = [*request.points, int(self._table.target[index])]
+            if not geometry.one_kernel_class:  # what follows is computed by the other kernels
+                ends.append(request.prompt_len)
+            rows["skip"][at] = skipped(start, start + int(part.q[at]), ends, geometry)
+        self._group.cache.skipped_tokens += int(rows["skip"].sum())
 
     def _count(self, part: StepRows, step_id: int) -> None:
         """The rows are in flight from here on."""
@@ -139,7 +166,7 @@ class Packer:
         table.producer[index] = step_id
         table.phase[index[part.is_prefill & (part.sampled > 0)]] = Phase.DECODE
 
-    def _descriptor(self, packed: NDArray[np.void], bounds: list[int], flags: int) -> Descriptor:
+    def _descriptor(self, packed: NDArray[np.void], bounds: list[int], plan: Plan) -> Descriptor:
         """What all ranks agree on. Kinds go by kernels: known ids from P on count as decode."""
         by_decode = packed["mode"] != RowMode.PREFILL
         drafted = packed["source"] == RowSource.DEVICE
@@ -147,21 +174,36 @@ class Packer:
         rows = np.diff(bounds)
         decode = _sums(np.where(by_decode, q, 0), bounds)
         prefill = _sums(q, bounds) - decode
-        descriptor = decide(rows.tolist(), decode.tolist(), prefill.tolist())
+        split = None
+        if plan.share is not None:
+            prefill = part_lengths(plan.share)
+            split = split_of(plan.share, int(packed["skip"][0]))
+        decode_rows = _sums(by_decode.astype(np.int64), bounds)
+        known = by_decode & ~drafted  # rows whose ids the host knows, however many there are
+        descriptor = decide(
+            rows.tolist(),
+            decode.tolist(),
+            prefill.tolist(),
+            decode_rows.tolist(),
+            walks=int(q[known].max(initial=1)) - 1,
+        )
         self._count_waste(descriptor, rows, decode + prefill)
         width = self._residency.geometry.decode_width
         if width > 1:
-            capacity = self._verify.choose(int(_sums(drafted, bounds).max()))
-            return replace(
-                descriptor, n_draft_passes=width - 1, verify_capacity=capacity, flags=flags
-            )
-        return replace(descriptor, flags=flags) if flags else descriptor
+            in_flight = len(self._group.unresolved)
+            choice = self._verify.choose(int(_sums(drafted, bounds).max()), in_flight)
+            passes = width - 1 if choice.drafts else 0
+            descriptor = replace(descriptor, n_draft_passes=passes, verify_capacity=choice.capacity)
+        placement = self._group.placement
+        if not plan.flags and not placement and split is None:
+            return descriptor
+        return replace(descriptor, flags=plan.flags, placement=placement, split=split)
 
     def _count_waste(
         self, descriptor: Descriptor, rows: NDArray[np.int64], tokens: NDArray[np.int64]
     ) -> None:
         """What the ranks compute beside their rows: dummies, and pads up to the widest rank."""
-        waste, dummies = self._group.waste, int(np.count_nonzero(rows == 0))
+        waste, dummies = self._group.waste, int(np.count_nonzero((rows == 0) & (tokens == 0)))
         waste.dummy_tokens += dummies
         waste.pad_tokens += descriptor.padded_tokens * len(rows) - int(tokens.sum()) - dummies
 

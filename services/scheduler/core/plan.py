@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from .guests import Share, part_lengths
 from .residency import Residency
 
 
@@ -21,6 +22,7 @@ class Plan:
     tried: set[int] = field(default_factory=set[int])  # phases whose residents had their chance
     held: bool = False  # rows wait for their tokenizers
     flags: int = 0  # messages.GroupFlag bits of the step
+    share: Share | None = None  # the only row is a chunk that all ranks compute together
 
     @property
     def empty(self) -> bool:
@@ -42,6 +44,8 @@ class Plan:
 
     def tokens_by_rank(self, ranks: int, slots: int, width: int) -> NDArray[np.int64]:
         """Positions that the rows of each rank may write; decode rows are `width` wide."""
+        if self.share is not None:
+            return part_lengths(self.share)
         tokens = np.bincount(self.decode // slots, minlength=ranks).astype(np.int64) * width
         for index, start, end in self.prefill:
             tokens[index // slots] += end - start

@@ -7,6 +7,7 @@ from deepmesh.wire.messages import StepKind
 
 from .admission import Admission
 from .alignment import Alignment
+from .context_parts import ContextParts
 from .pace import Pace
 from .plan import Plan
 from .prefill import Prefill
@@ -26,6 +27,7 @@ class Planner:
         admission: Admission,
         alignment: Alignment,
         pace: Pace,
+        parts: ContextParts,
         readers: Readers,
         *,
         prefix_cache: bool,
@@ -34,8 +36,8 @@ class Planner:
         self._residency = residency
         self._table = residency.table
         self._watermark = watermark
-        self._prefill = Prefill(residency, admission, pace, prefix_cache=prefix_cache)
-        self._alignment = alignment
+        self._prefill = Prefill(residency, admission, pace, parts, prefix_cache=prefix_cache)
+        self._alignment, self._parts = alignment, parts
         self._readers = readers
         self._prefix_cache = prefix_cache
         self._max_unacked = max_unacked
@@ -53,6 +55,7 @@ class Planner:
             self._prefill.choose(plan, self._steps, now)
         if kind == StepKind.PREFILL and plan.empty:
             self._choose_decode(plan)  # no prefill found room: the step is not wasted
+        self._parts.settle(plan.share)
         if not plan.empty:
             self._steps += 1
             self._alignment.ran(plan)

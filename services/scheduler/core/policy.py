@@ -28,6 +28,7 @@ class Geometry:
     draft_reach: int = 0  # L: positions that draft layers may write beyond H
     one_kernel_class: bool = True
     vocab_size: int = 1 << 30
+    prefill_halo: int = 0  # as Capacity.prefill_halo
 
     def blocks_for(self, tokens: Tokens) -> Tokens:
         """Blocks that cover positions below `tokens`."""
@@ -63,18 +64,39 @@ def chunk_end(
 
 
 def points_to_keep(
-    *, prompt_len: int, target: int, resumed: int, matched: int, geometry: Geometry
+    *,
+    prompt_len: int,
+    target: int,
+    resumed: int,
+    matched: int,
+    geometry: Geometry,
+    marks: Sequence[int] = (),
 ) -> list[int]:
     """Grid points of a prefill whose state is kept, ascending.
 
-    The end of the prompt; the end of a recomputed output; and the end of a prefix that somebody
-    else shares, which shows by global blocks that match beyond the last resumable point.
+    The end of the prompt; the end of a recomputed output; the end of a beginning that its
+    tokenizer says is shared; and the end of a prefix that somebody else shares, which shows by
+    global blocks that match beyond the last resumable point.
     """
     align = geometry.chunk_align
-    ends = {(prompt_len - 1) // align * align, matched // align * align}
+    ends = {at // align * align for at in (prompt_len - 1, matched, *marks)}
     if geometry.one_kernel_class:
         ends.add((target - 1) // align * align)
     return sorted(end for end in ends if resumed < end < target)
+
+
+def skipped(start: int, end: int, ends: Iterable[int], geometry: Geometry) -> int:
+    """First positions of the prefill chunk start..end that may leave out the upper layers.
+
+    Args:
+        ends: positions below which the last window rows must be exact; one is at or beyond `end`.
+    """
+    if not geometry.prefill_halo:
+        return 0
+    exact = min(at for at in ends if at >= end)
+    size = geometry.block_size
+    tail = max(0, exact - geometry.prefill_halo) // size * size
+    return max(0, min(tail, end) - start)
 
 
 def least_alone(geometry: Geometry, max_len: int) -> tuple[int, int, int]:

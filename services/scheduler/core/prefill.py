@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .admission import Admission
+from .context_parts import ContextParts
 from .pace import FINE_ALIGN, Pace
 from .plan import Plan
 from .policy import chunk_end
@@ -38,13 +39,19 @@ class Prefill:
     """
 
     def __init__(
-        self, residency: Residency, admission: Admission, pace: Pace, *, prefix_cache: bool
+        self,
+        residency: Residency,
+        admission: Admission,
+        pace: Pace,
+        parts: ContextParts,
+        *,
+        prefix_cache: bool,
     ) -> None:
         self._residency = residency
         self._table = residency.table
         self._geometry = residency.geometry
         self._admission = admission
-        self._pace = pace
+        self._pace, self._parts = pace, parts
         self._grid = residency.geometry.chunk_align  # of the step being planned
         self._fine_grid = min(FINE_ALIGN, self._grid)
         self._prefix_cache = prefix_cache
@@ -71,6 +78,7 @@ class Prefill:
             chunks.append(chunk)
         for chunk in sorted(chunks, key=lambda chunk: chunk.request.order):
             self._extend(plan, chunk, budgets, most=self._geometry.step_tokens)
+        self._share(plan, chunks)
         self._add(plan, chunks)
         waits, moves = np.zeros(self._ranks, np.bool_), np.zeros(self._ranks, np.bool_)
         for chunk in begun:
@@ -92,8 +100,11 @@ class Prefill:
         budgets = np.maximum(geometry.step_tokens - decode, geometry.chunk_align)
         free = max(0, geometry.max_rows * self._ranks - len(table.resident()))
         prompts = prefilling + min(free, self._admission.num_waiting)
-        context = int(table.confirmed[plan.decode].sum())
-        most = self._pace.tokens(len(plan.decode), context, prompts)
+        ranks = plan.decode // slots
+        rows = np.bincount(ranks, minlength=self._ranks)
+        context = np.zeros(self._ranks, np.int64)
+        np.add.at(context, ranks, table.confirmed[plan.decode])
+        most = self._pace.tokens(rows, context, prompts)
         self._grid = geometry.chunk_align if most is None else self._fine_grid
         return budgets if most is None else np.minimum(budgets, most)
 
@@ -126,6 +137,18 @@ class Prefill:
             plan.starved.add(chunk.rank)
         budgets[chunk.rank] -= end - chunk.end
         chunk.end = end
+
+    def _share(self, plan: Plan, chunks: list[_Chunk]) -> None:
+        """A chunk that has the step to itself may be computed by all ranks, and be longer then."""
+        chunks = [chunk for chunk in chunks if chunk.end > chunk.start]
+        if len(chunks) == 1 and not len(plan.decode) and self._parts.may_cut(chunks[0].request):
+            (chunk,) = chunks
+            end = self._parts.reach(chunk.request, chunk.start, self._grid)
+            if end > chunk.end:
+                end = self._fit_window(chunk.request.slot, chunk.end, end, self._grid)
+            plan.share = self._parts.share(chunk.request, chunk.start, max(end, chunk.end))
+            if plan.share is not None:
+                chunk.end = plan.share.bounds[-1]
 
     def _fit_window(self, index: int, start: int, end: int, grid: int) -> int:
         """The longest chunk on the grid whose window rows can be leased now."""

@@ -4,30 +4,19 @@ A prefix can be resumed only at a *point*: a grid position where the window bloc
 last `window` rows and a copy of the small state were kept besides the global blocks below it.
 """
 
-import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deepmesh.wire.messages import PointEnd, PointSource
+
 from .block_pool import BlockPool
+from .cache_counts import CacheCounts
 
-
-def root_hash(salt: bytes, fingerprint: str) -> bytes:
-    """Start of a chain: equal tokens meet only under the same salt and the same weights."""
-    return hashlib.blake2b(
-        fingerprint.encode() + b"\0" + salt, digest_size=16, person=b"deepmesh"
-    ).digest()
-
-
-def extend_chain(
-    chain: list[bytes], root: bytes, ids: NDArray[np.int32], block_size: int, end: int
-) -> None:
-    """Append the hashes of the full blocks of `ids[:end]` that `chain` does not have yet."""
-    for index in range(len(chain), end // block_size):
-        parent = chain[-1] if chain else root
-        block = ids[index * block_size : (index + 1) * block_size].tobytes()
-        chain.append(hashlib.blake2b(parent + block, digest_size=16).digest())
+HASH_BYTES = 16
+OFTEN = 2  # so many requests resumed at a point that others will
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +51,10 @@ class PrefixIndex:
         self._hash_of: dict[int, bytes] = {}
         self._points_of_window: dict[int, set[bytes]] = {}
         self._point_of_state: dict[int, bytes] = {}
+        self._resumed: dict[bytes, int] = {}  # how often each point was
+        self.counts = CacheCounts()
+        # keys of points that came or went since somebody looked; None: nobody wants to know
+        self.touched: dict[bytes, None] | None = None
 
     def lookup(self, chain: list[bytes], limit: int) -> Hit:
         """The longest resumable prefix of `chain` that ends at or below `limit` tokens."""
@@ -77,10 +70,17 @@ class PrefixIndex:
                 return Hit(point.position, blocks, point, matched * self._block_size)
         return Hit(matched=matched * self._block_size)
 
-    def publish(self, chain: list[bytes], global_blocks: NDArray[np.int32], point: Point) -> bool:
+    def publish(
+        self,
+        chain: list[bytes],
+        global_blocks: NDArray[np.int32],
+        point: Point,
+        source: PointSource = PointSource.PROMPT,
+    ) -> bool:
         """Keep a point and the global blocks below it; False if the point is there already."""
         if point.key in self.points:
             return False
+        self.counts.kept[source] += 1
         self._publish_blocks(chain, global_blocks)
         self.enter(point)
         for block in point.window_blocks:
@@ -88,9 +88,39 @@ class PrefixIndex:
         self._state.keep(point.state_block)
         return True
 
-    def drop_point(self, key: bytes) -> None:
+    def resume(self, point: Point, global_blocks: Sequence[int]) -> bool:
+        """A request resumes at a point. The second one to do so shields it, and the global blocks
+        below it; whether this is the first."""
+        count = self._resumed[point.key] = self._resumed.get(point.key, 0) + 1
+        if count == OFTEN:
+            self._shield(point, global_blocks)
+        return count == 1
+
+    def follow(self, former: bytes, point: bytes, global_blocks: Sequence[int]) -> None:
+        """A request that resumed at `former`, and nobody else did, has come to another point: that
+        is shielded in its place."""
+        here, old = self.points.get(point), self.points.get(former)
+        if here is None:
+            return
+        if old is not None and self._resumed.get(former, 0) < OFTEN:
+            for block in old.window_blocks:
+                if self._points_of_window[block] == {former}:
+                    self._window.shield(block, False)
+            self._state.shield(old.state_block, False)
+        self._shield(here, global_blocks)
+
+    def _shield(self, point: Point, global_blocks: Sequence[int]) -> None:
+        for block in global_blocks:
+            self._global.shield(block)
+        for block in point.window_blocks:
+            self._window.shield(block)
+        self._state.shield(point.state_block)
+
+    def drop_point(self, key: bytes, why: PointEnd) -> None:
         """Forget a point; the global blocks below it stay until they are evicted themselves."""
         point = self.remove(key)
+        if len(key) == HASH_BYTES:  # others nobody could find
+            self.counts.ended[why] += 1
         for block in point.window_blocks:
             self._window.drop(block)
         self._state.drop(point.state_block)
@@ -99,6 +129,8 @@ class PrefixIndex:
         """Know a point whose window and state blocks the caller keeps. With a key that is no
         chain hash nobody can find it; it is evicted like others."""
         self.points[point.key] = point
+        if self.touched is not None:
+            self.touched[point.key] = None
         for block in point.window_blocks:
             self._points_of_window.setdefault(block, set()).add(point.key)
         self._point_of_state[point.state_block] = point.key
@@ -107,8 +139,9 @@ class PrefixIndex:
         """Publish a point that nobody could find as the end of `chain`, with the global blocks
         below it; its key from here on."""
         if chain[-1] in self.points:
-            self.drop_point(key)
+            self.drop_point(key, PointEnd.SUPERSEDED)
         else:
+            self.counts.kept[PointSource.OUTPUT] += 1
             self._publish_blocks(chain, global_blocks)
             self.enter(replace(self.remove(key), key=chain[-1]))
         return chain[-1]
@@ -123,6 +156,9 @@ class PrefixIndex:
     def remove(self, key: bytes) -> Point:
         """Know a point no more; the caller drops its window and state blocks."""
         point = self.points.pop(key)
+        self._resumed.pop(key, None)
+        if self.touched is not None:
+            self.touched[key] = None
         for block in point.window_blocks:
             owners = self._points_of_window[block]
             owners.discard(key)
@@ -141,28 +177,28 @@ class PrefixIndex:
             block = pool.oldest_evictable()
             if block is None:
                 return False
-            self._evict(pool, block)
+            self._evict(pool, block, None)
         return pool.num_free >= count
 
     def flush(self) -> None:
         """Forget what nobody holds."""
         for pool in (self._global, self._window, self._state):
             while (block := pool.oldest_evictable()) is not None:
-                self._evict(pool, block)
+                self._evict(pool, block, PointEnd.FLUSHED)
 
     def hash_of(self, block: int) -> bytes | None:
         """The chain hash under which a global block is published."""
         return self._hash_of.get(block)
 
-    def _evict(self, pool: BlockPool, block: int) -> None:
+    def _evict(self, pool: BlockPool, block: int, why: PointEnd | None) -> None:
         if pool is self._global:
             key = self._hash_of.pop(block)
             del self.block_of[key]
             if key in self.points:
-                self.drop_point(key)
+                self.drop_point(key, PointEnd.BLOCKS if why is None else why)
             pool.drop(block)
         elif pool is self._window:
             for key in sorted(self._points_of_window[block]):
-                self.drop_point(key)
+                self.drop_point(key, PointEnd.ROOM if why is None else why)
         else:
-            self.drop_point(self._point_of_state[block])
+            self.drop_point(self._point_of_state[block], PointEnd.ROOM if why is None else why)

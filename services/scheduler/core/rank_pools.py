@@ -62,7 +62,7 @@ class RankPools:
         np.maximum.at(fence, at, fences)
         left = held[at]
         assert (left >= 0).all(), "a block is not held"
-        idle = np.unique(at[left == 0])
+        idle = _distinct(at[left == 0])
         is_kept = self._cached.ravel()[idle] + self._pins.ravel()[idle] > 0
         for rank, block in self._places(idle[is_kept]):
             self._pools[rank].let_go(block)
@@ -89,10 +89,10 @@ class RankPools:
         np.subtract.at(cached, at, 1)
         left = cached[at]
         assert (left >= 0).all(), "a block is not cached"
-        idle = np.unique(at[left == 0])
+        idle = _distinct(at[left == 0])
         idle = idle[self._held.ravel()[idle] + self._pins.ravel()[idle] == 0]
         for rank, block in self._places(idle):
-            del self._pools[rank].evictable[block]
+            self._pools[rank].forget(block)
         self._retire(idle)
 
     def _retire(self, idle: NDArray[np.int64]) -> None:
@@ -113,3 +113,11 @@ def _listed(
     """The columns row by row, as plain ints."""
     columns: tuple[list[int], ...] = (ranks.tolist(), blocks.tolist(), more.tolist())
     return zip(*columns, strict=True)
+
+
+def _distinct(at: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Sorted, each once. np.unique loads numpy.ma when it is first called: 20 ms in mid-step."""
+    ordered = np.sort(at)
+    is_first = np.ones(len(ordered), np.bool_)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    return ordered[is_first]

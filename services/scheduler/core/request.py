@@ -5,7 +5,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deepmesh.wire.messages import Failed, Finished, FinishReason, Generate, PromptLogprobs
+from deepmesh.wire.messages import (
+    Failed,
+    Finished,
+    FinishReason,
+    Generate,
+    KvTier,
+    PromptLogprobs,
+)
 
 from .prompt_probs import PromptProbs
 from .token_rows import WIRE_RID
@@ -22,13 +29,20 @@ class Phase:
 
 @dataclass(slots=True, eq=False)
 class Found:
-    """What a kvstore said about a request's prefix; a hint, good for one epoch."""
+    """What a kvstore said about a request's prefix, or another group that was to compute it; a
+    hint, good for one epoch."""
 
-    store: str  # name of the kvstore
+    store: str  # name of the kvstore, or of the other group's executor
     epoch: int
     deadline_ns: int = 0  # of its answer
     is_open: bool = True  # the answer is still to come
     point_blocks: int = 0  # blocks below the deepest point there
+    tier: KvTier = KvTier.MEMORY  # the slowest that these are in
+    handover: int = 0  # number of the hand-over; 0: a kvstore
+    key: bytes = b""  # of a hand-over: hash of the last block
+    cached_tokens: int = 0  # of a hand-over: what the other group did not compute for it
+    num_moves: tuple[int, int] = (0, 0)  # of its load: global and window blocks
+    is_loaded: bool | None = None  # how its load ended
 
 
 @dataclass(slots=True, eq=False)
@@ -50,8 +64,11 @@ class Request:
     points: list[int] = field(default_factory=list[int])  # grid points to keep in this prefill
     chain: list[bytes] = field(default_factory=list[bytes])
     output_point: bytes = b""  # key of its last point in the output
+    marks: tuple[int, ...] = ()  # as Generate.marks
+    follows: bytes = b""  # key of the point that its next one is shielded in the place of
     deferred_state: int = -1  # state block of a hit's point, pinned until the copy is submitted
     found: Found | None = None
+    num_asks: int = 0  # times that another group was asked for its prompt
     cached_tokens: int = -1  # prompt tokens from the prefix cache at its first admission
     preemptions: int = 0
     awaited: bytes = b""  # key of a prefix that another request is computing
@@ -73,6 +90,7 @@ class Request:
     logprobs_from: int = 0  # output index of the first logprob known
     prompt_probs: PromptProbs | None = None  # None: not asked for
     owes_all: bool = False  # its tokenizer gets all of the output with the next token
+    fingerprint: str = ""  # of the engine that computes it; empty: none has yet
 
     @property
     def prompt_len(self) -> int:

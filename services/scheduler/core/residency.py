@@ -1,19 +1,22 @@
 """Who is resident: requests enter and leave slots, and their block tables grow and shrink."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deepmesh.wire.messages import Pool
+from deepmesh.prefix_hash import extend_chain
+from deepmesh.wire.messages import PointEnd, PointSource, Pool
 
+from .cache_counts import CacheCounts
 from .group import group_step_of
+from .guests import Guests
 from .leases import RankMemory
 from .op_fences import OpFences
 from .output_points import OutputPoints
 from .policy import Geometry, points_to_keep
-from .prefix_index import Hit, Point, extend_chain
+from .prefix_index import HASH_BYTES, Hit, Point
 from .rank_pools import RankPools
 from .request import Phase, Request, RequestTable, Zombie
 
@@ -39,8 +42,21 @@ class Residency:
         self.closes: list[list[tuple[int, int]]] = [[] for _ in memories]  # (slot, gen), unsent
         self.cancels: list[list[tuple[int, int, int]]] = [[] for _ in memories]
         self.ops = OpFences(memories)
+        self.cache = CacheCounts()
+        self._per_grid = geometry.chunk_align // geometry.block_size
+        self.guests = Guests(memories, geometry.block_size)
         # told of every point, which is published at once then: its rank, and the chain up to it
         self.on_point: Callable[[int, list[bytes], Point], None] | None = None
+
+    def count_in(self, cache: CacheCounts) -> None:
+        """What the caches do from here on."""
+        self.cache = cache
+        for memory in self.memories:
+            memory.index.counts = cache
+
+    def grid_keys(self, request: Request) -> list[bytes]:
+        """Hashes of its prefixes on the chunk grid, as far as they are known."""
+        return request.chain[self._per_grid - 1 :: self._per_grid]
 
     def enter(self, request: Request, rank: int, hit: Hit) -> bool:
         """Give a request a slot, its blocks up to T and the shared prefix; False: no room now."""
@@ -61,6 +77,7 @@ class Residency:
         self._expect(request, rank, 1)
         self._write_columns(request, index, hit, [*hit.global_blocks, *own], state[0])
         if hit.point is not None:
+            self._resume(request, memory, hit.point, hit.global_blocks)
             start, blocks = hit.point.window_start, hit.point.window_blocks
             table.window_start[index] = start
             table.window_end[index] = start + len(blocks)
@@ -96,7 +113,10 @@ class Residency:
         """The load is complete: from here on it is as if it had hit the point."""
         index, table = request.slot, self.table
         memory, count = self._memory(index), point.position // self.geometry.block_size
-        memory.index.publish(request.chain[:count], table.global_blocks[index, :count], point)
+        blocks = table.global_blocks[index, :count]
+        memory.index.publish(request.chain[:count], blocks, point, PointSource.LOADED)
+        if point.key in memory.index.points:
+            self._resume(request, memory, memory.index.points[point.key], blocks.tolist())
         table.phase[index] = Phase.PREFILL
         table.confirmed_kv[index] = point.position
         table.progress_ns[index] = now
@@ -114,8 +134,12 @@ class Residency:
         request.ids = table.ids[index, : table.confirmed[index]].copy()
         request.last_step = group_step_of(fence) or request.last_step
         request.progress_ns = int(table.progress_ns[index])
+        self.guests.left(index)
         if publishes:
             self._outputs.publish(request)
+            if request.output_point:
+                self._follow(request, memory, request.output_point)
+        self.cache.seen.add(self.grid_keys(request))
         held = table.global_blocks[index, : table.num_global[index]]
         self._release(memory, Pool.GLOBAL, held[::-1].tolist(), fence)
         start, end = int(table.window_start[index]), int(table.window_end[index])
@@ -213,8 +237,10 @@ class Residency:
         key = request.chain[count - 1]
         point = Point(key, position, start, tuple(windows), state_block)
         blocks = table.global_blocks[index, :count]
-        if memory.index.publish(request.chain[:count], blocks, point):
+        source = self._source(request, position)
+        if memory.index.publish(request.chain[:count], blocks, point, source):
             self._supersede(memory, request, point)
+            self._follow(request, memory, point.key)
             if self.on_point is not None:
                 self.on_point(index // self.slots, request.chain[:count], point)
         self._release(memory, Pool.STATE, [state_block], fence)
@@ -240,7 +266,7 @@ class Residency:
         memory = self.memories[request.slot // self.slots]
         point = memory.index.points.get(request.output_point)
         if point and point.position > length and memory.states.held[point.state_block] == 0:
-            memory.index.drop_point(point.key)
+            memory.index.drop_point(point.key, PointEnd.SUPERSEDED)
 
     def take_states(self, rows: NDArray[np.intp]) -> NDArray[np.int64]:
         """A state block for each row; -1 where none can be had now."""
@@ -273,13 +299,39 @@ class Residency:
         if zombie.rows == 0:
             del self.zombies[rid, epoch]
 
+    def _source(self, request: Request, position: int) -> PointSource:
+        """Why the request keeps a point there."""
+        align = self.geometry.chunk_align
+        if position > request.prompt_len:
+            return PointSource.OUTPUT
+        if position == (request.prompt_len - 1) // align * align:
+            return PointSource.PROMPT
+        is_mark = any(mark // align * align == position for mark in request.marks)
+        return PointSource.MARK if is_mark else PointSource.SHARED
+
+    def _resume(
+        self, request: Request, memory: RankMemory, point: Point, blocks: Sequence[int]
+    ) -> None:
+        """The first to resume at a point takes its shield along to where it ends."""
+        is_first = memory.index.resume(point, blocks)
+        request.follows = point.key if is_first else b""
+
+    def _follow(self, request: Request, memory: RankMemory, key: bytes) -> None:
+        if not request.follows or len(key) > HASH_BYTES or key == request.follows:
+            return
+        keys = request.chain[: request.chain.index(key) + 1] if key in request.chain else []
+        block_of = memory.index.block_of
+        blocks = [block_of[key] for key in keys if key in block_of]
+        memory.index.follow(request.follows, key, blocks)
+        request.follows = key
+
     def _supersede(self, memory: RankMemory, request: Request, point: Point) -> None:
         """Of the points in a request's output only the last is worth its blocks."""
         if point.position <= request.prompt_len:
             return
         old = memory.index.points.get(request.output_point)
         if old is not None and memory.states.held[old.state_block] == 0:
-            memory.index.drop_point(old.key)
+            memory.index.drop_point(old.key, PointEnd.SUPERSEDED)
         request.output_point = point.key
 
     def reached(self, request: Request, position: int) -> None:
@@ -303,6 +355,7 @@ class Residency:
             target=len(request.ids),
             resumed=hit.position,
             matched=hit.matched,
+            marks=request.marks,
             geometry=self.geometry,
         )
 

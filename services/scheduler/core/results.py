@@ -69,6 +69,8 @@ class Results:
         self._group.waste.null_rows += int(
             np.count_nonzero(found["done_reason"] == DoneReason.NULL)
         )
+        if self._geometry.decode_width > 1:
+            self._group.drafts.add(found["num_verified"], answers.counts)
         fast = self._fast_rows(answers, alive)
         self._apply_fast(answers, np.flatnonzero(fast & (answers.counts == 1)), now)
         self._apply_runs(answers, np.flatnonzero(fast & (answers.counts > 1)), now)

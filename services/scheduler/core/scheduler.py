@@ -8,13 +8,19 @@ from deepmesh.wire.messages import (
     Capacity,
     Drain,
     ErrorCode,
+    ExpertsPlaced,
     FlushCache,
     Generate,
     GpuDone,
     GrammarsCompiled,
+    HandOff,
+    HandOffDone,
+    HandOffRefused,
+    HandOffRenew,
     Hits,
     OpDone,
     Pause,
+    PrefillFor,
     Progress,
     ReplicaStats,
     Resume,
@@ -29,6 +35,7 @@ from .controls import Controls
 from .engine import Engine
 from .events import (
     Action,
+    DecoderDown,
     Event,
     ExecutorDown,
     ExecutorUp,
@@ -36,15 +43,22 @@ from .events import (
     KvstoreDown,
     KvstoreUp,
     Mail,
+    PrefillerDown,
+    PrefillerUp,
+    RouterDown,
+    RouterUp,
     StepResults,
     Tick,
     TokenizerDown,
     TokenizerUp,
 )
+from .expert_orders import ExpertsPlanned
 from .group import Group, make_step_id
+from .handovers import Handovers
 from .intake import Intake
 from .kv_stores import KvStores
 from .outbox import Outbox
+from .prefix_reports import PERIOD_NS, PrefixReports
 from .registry import Registry
 from .request import Request
 from .session import Session
@@ -69,12 +83,14 @@ class Scheduler:
         first_epoch: int = 1,
         max_unacked: int = 2048,
         kvstores: int = 0,
+        role: str = "both",
         choose_kind: ChooseKind | None = None,
         encodes_rows: bool = False,
     ) -> None:
         policy = KindPolicy(config.hold_steps, 1e6 * config.decode_itl_ms)
         self.config = config
         self.name = name
+        self._role = role
         self.group = Group(ranks=ranks, first_epoch=first_epoch)
         self.outbox = Outbox(encodes_rows=encodes_rows)
         self.stores = KvStores(
@@ -83,6 +99,7 @@ class Scheduler:
             first_op=make_step_id(first_epoch, 0),
             lookup_s=config.store_lookup_s,
         )
+        self.prefixes = PrefixReports(self.outbox)
         self.waiting = WaitingQueue()
         self.registry = Registry(self.waiting, self.outbox)
         self.intake = Intake(
@@ -92,6 +109,14 @@ class Scheduler:
             replica=name,
             max_waiting=config.max_waiting,
             max_unacked=max_unacked,
+        )
+        self.handovers = Handovers(
+            config,
+            registry=self.registry,
+            intake=self.intake,
+            stores=self.stores,
+            outbox=self.outbox,
+            first_number=make_step_id(first_epoch, 0),
         )
         self._session = Session(
             config,
@@ -105,6 +130,7 @@ class Scheduler:
             max_unacked=max_unacked,
             choose_kind=choose_kind or policy.choose,
             stores=self.stores,
+            asks=self.handovers.asks,
         )
         self._controls = Controls(self.group, self.registry)
         self.drained = False  # nothing is left to do, nothing new is taken, and the ranks know
@@ -124,12 +150,16 @@ class Scheduler:
             case Tick(steps):
                 self._timers(now)
                 self._expire_transfers(now)
+                self.handovers.tick(self.engine, now)
                 self._plan(now, steps)
+                self._session.experts.tick(now)
+                self.prefixes.flush(self.engine, now)
                 if self.engine is not None:
                     self.engine.transfers.flush(now)
                     self.engine.grammars.flush()
                 if self.intake.draining:
                     is_storing = self.engine is not None and self.engine.transfers.is_storing
+                    is_storing |= self.handovers.offers.num_open > 0
                     self.drained = self._controls.has_drained(now, is_storing=is_storing)
             case Mail(peer, message):
                 self._mail(peer, message, now)
@@ -152,6 +182,14 @@ class Scheduler:
                 self.stores.up(peer, index)
             case KvstoreDown(_, index):
                 self.stores.down(index)
+            case PrefillerUp() | PrefillerDown() | DecoderDown():
+                self.handovers.link(event, now)
+            case RouterUp(peer):
+                self.prefixes.up(peer)
+            case RouterDown(peer):
+                self.prefixes.down(peer)
+            case ExpertsPlanned():
+                self._session.experts.planned(event, now)
         if self.config.audit:
             audit(self)
         return self.outbox.take()
@@ -171,10 +209,18 @@ class Scheduler:
         """Nothing is in flight, and nothing will be until it is resumed."""
         return self._controls.is_paused
 
+    def learned(self) -> dict[str, list[float]]:
+        """What was learned of drafts, by engine: `group.drafts.learned` of a later scheduler."""
+        if self.engine is not None:
+            self.engine.keep_learned()
+        return self.group.drafts.learned
+
     def idle_for(self) -> float:
         """Seconds until a timer may be due."""
         if self.stores.num_lookups:
             return self.config.store_lookup_s / 2
+        if self.prefixes.is_waiting:
+            return PERIOD_NS / 1e9
         busy = self.registry.live or self.registry.tombstones or self.registry.ended
         return 0.25 if busy or self._drain_deadline_ns else 1.0
 
@@ -182,6 +228,7 @@ class Scheduler:
         """The state of the replica, for heartbeats."""
         engine, registry, geometry = self.engine, self.registry, self.intake.geometry
         residents, waste = len(registry.live) - len(self.waiting), self.group.waste
+        verified, accepted = self.group.drafts.lists()
         stats = ReplicaStats(
             name=self.name,
             ready=self.engine is not None and not self.intake.draining,
@@ -207,6 +254,14 @@ class Scheduler:
             dummy_tokens=waste.dummy_tokens,
             pad_tokens=waste.pad_tokens,
             late_results=waste.late_results,
+            verified_drafts=verified,
+            accepted_drafts=accepted,
+            drafts=self.group.drafts.stats(),
+            experts=self._session.experts.stats(),
+            shared_prompt_tokens=self.group.shared_tokens,
+            cache=self.group.cache.stats(0 if engine is None else engine.num_points),
+            role=self._role,
+            handovers=self.handovers.stats(),
         )
         return stats if engine is None else engine.fill(stats, self.waiting.num_tokens)
 
@@ -236,9 +291,13 @@ class Scheduler:
                     self.engine.transfers.op_done(peer, message, now)
             case Hits():
                 self.stores.hits(peer, message)
+            case PrefillFor() | HandOff() | HandOffRefused() | HandOffRenew() | HandOffDone():
+                self.handovers.mail(peer, message, self.engine, now)
             case GrammarsCompiled():
                 if self.engine is not None:
                     self.engine.grammars.compiled(message)
+            case ExpertsPlaced():
+                self._session.experts.placed(message, now)
             case Progress():
                 self.outbox.note(
                     "debug",
@@ -289,13 +348,15 @@ class Scheduler:
         engine, group, controls = self.engine, self.group, self._controls
         if self.intake.draining and not self.registry.live:
             controls.finish(now)
+        experts = self._session.experts
         while engine is not None and group.ready and len(group.unresolved) < self.config.depth:
-            if most <= 0:
+            if most <= 0 or not experts.may_step:
                 return
             most -= 1
             flags = controls.next_flags()
             if flags is None:
                 return
+            experts.before_step(now)
             steps = engine.plan(now, flags)
             if steps is None:
                 if engine.lacks_quarantined:

@@ -6,7 +6,9 @@ from deepmesh.wire.messages import Capacity, ErrorCode, Load, Reset, Shutdown
 from .alignment import ChooseKind
 from .engine import Engine, geometry_of
 from .events import StepEnded
+from .expert_moves import ExpertMoves
 from .group import Group, StepRecord, group_step_of
+from .handover_asks import HandoverAsks
 from .intake import Intake
 from .kv_stores import KvStores
 from .outbox import Outbox
@@ -34,6 +36,7 @@ class Session:
         max_unacked: int,
         choose_kind: ChooseKind,
         stores: KvStores,
+        asks: HandoverAsks,
     ) -> None:
         self.engine: Engine | None = None
         self.preemptions = self.output_tokens = self.cached_tokens = 0  # of all engines so far
@@ -46,7 +49,8 @@ class Session:
         self._model, self._numerics = model, numerics
         self._max_unacked = max_unacked
         self._choose_kind = choose_kind
-        self._stores = stores
+        self._stores, self._asks = stores, asks
+        self.experts = ExpertMoves(config, group, outbox, first_epoch=group.engine_epoch)
 
     def executor_up(self, peer: str, rank: int) -> None:
         """Tell an executor what to load."""
@@ -118,6 +122,9 @@ class Session:
                 c.has_masks,
                 c.fingerprint,
                 c.vocabulary,
+                c.experts,
+                c.prefill_halo,
+                c.prompt_work,
             )
             for c in capacities
         ]
@@ -145,8 +152,10 @@ class Session:
             max_unacked=self._max_unacked,
             choose_kind=self._choose_kind,
             stores=self._stores,
+            asks=self._asks,
             load_s=self._config.store_load_s,
             prefill_share=self._config.prefill_share,
+            context_parallel_tokens=self._config.context_parallel_tokens,
         )
         self._registry.residency = self.engine.residency
         self._intake.geometry = geometry
@@ -160,6 +169,7 @@ class Session:
         self._intake.recheck(now)
         for request in self._registry.live.values():
             self.engine.results.watch(request.stop_ids)
+        self.experts.begin(now)
 
     def restart(self, now: int, reason: str, faulty: StepRecord | None) -> None:
         """A new engine epoch: in-flight steps are void, KV too; requests requeue from K."""
@@ -167,8 +177,10 @@ class Session:
         assert engine is not None
         suspects = engine.requests_in(faulty) if faulty is not None else []
         steps = group.abandon()
+        self.experts.end()
         residents = engine.residents()
         self.count(engine)
+        engine.keep_learned()
         for request in residents:
             engine.residency.leave(request, publishes=False)
             self._waiting.add(request)
@@ -220,6 +232,8 @@ class Session:
                 step_id=step.step_id,
                 ready_ns=step.ready_ns,
                 last_rank=step.last_rank,
+                placement=step.placement,
+                rids=step.rows.rid.tobytes(),
             )
         )
 

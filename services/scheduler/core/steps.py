@@ -113,8 +113,11 @@ class Steps:
             self._advance(result.rank, result.gpu_done)
             step.begin_ns = max(step.begin_ns, result.times.begin_ns)
             step.end_ns = max(step.end_ns, result.times.end_ns)
+            self._session.experts.answered(step, result)
             if self._group.answered(step, result.rank, now):
+                self._session.experts.complete(step)
                 self._recent_ns.append(now - step.planned_ns)
+                engine.complete(step)
                 self._session.step_ended(step, now)
         if results:
             self._progress_ns = now

@@ -1,11 +1,13 @@
-"""Everything between the pools of one engine epoch and the kvstores."""
+"""Everything between the pools of one engine epoch, the kvstores and other groups."""
 
-from deepmesh.wire.messages import OpDone
+from deepmesh.wire.messages import OpDone, ReleaseBlocks
 
 from .group import Group
+from .handover_asks import HandoverAsks
 from .kv_stores import KvStores
-from .op_fences import LoadOp, StoreOp
+from .op_fences import ExportOp, LoadOp, PrefetchOp, StoreOp
 from .outbox import Outbox
+from .prefetch import Prefetch
 from .residency import Residency
 from .store_loads import StoreLoads
 from .store_writes import StoreWrites
@@ -23,6 +25,7 @@ class Transfers:
         waiting: WaitingQueue,
         outbox: Outbox,
         *,
+        asks: HandoverAsks,
         load_s: float,
         prefill_token_ns: int,
     ) -> None:
@@ -33,9 +36,11 @@ class Transfers:
             stores,
             waiting,
             outbox,
+            asks=asks,
             load_s=load_s,
             prefill_token_ns=prefill_token_ns,
         )
+        self.prefetch = Prefetch(residency, group, stores, outbox, load_ns=int(load_s * 1e9))
         self._ops = residency.ops
         self._group = group
         self._stores = stores
@@ -48,12 +53,21 @@ class Transfers:
         if op is None or not is_known or message.engine_epoch != self._group.engine_epoch:
             self._stores.counters["stale_ops"] += 1
             return
+        if isinstance(op, PrefetchOp):
+            self.prefetch.done(op, message)
+            self._ops.end(op)
+            return
         self._ops.end(op)
         match op:
             case LoadOp():
                 self.loads.done(op, message, now)
             case StoreOp():
                 self.writes.done(op, message)
+            case ExportOp():
+                op.answer = message
+                if op.is_unwanted or op.is_overdue:
+                    order = ReleaseBlocks(message.engine_epoch, [op.op_id])
+                    self._outbox.send(peer, order)
             case _:
                 raise AssertionError(f"op {op.op_id} is neither a load nor a store")
 
@@ -70,13 +84,18 @@ class Transfers:
                 "warning",
                 "transfer over its deadline; its blocks stay pinned",
                 op=op.op_id,
-                kind="load" if isinstance(op, LoadOp) else "store",
+                kind="load" if isinstance(op, LoadOp | PrefetchOp) else "store",
                 rank=op.rank,
                 kvstore=op.store,
                 moves=len(op.moves),
             )
-            if isinstance(op, LoadOp):
-                self.loads.give_up(op)
+            match op:
+                case LoadOp():
+                    self.loads.give_up(op)
+                case PrefetchOp():
+                    self.prefetch.give_up(op)
+                case _:
+                    pass
 
     def flush(self, now: int) -> None:
         """Order stores, behind the steps that were planned."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from deepmesh.wire.messages import Descriptor, GroupFlag, SubmitStep
 
+from .chunk_exchange import ChunkExchange
 from .clock import Clock
 from .shadow import ShadowError
 
@@ -16,7 +17,7 @@ Run = Callable[[int, int], None]  # begin and end of a step, ns
 class Collective(NamedTuple):
     """One exchange that every rank of the group must enter."""
 
-    kind: str  # dispatch, combine
+    kind: str  # dispatch, combine, swap
     layers: str  # which ones: experts of the model, or of the drafter
     tokens: int
     comm_mode: int
@@ -33,17 +34,20 @@ def trace_of(descriptor: Descriptor) -> tuple[Collective, ...]:
         descriptor.comm_mode,
         descriptor.n_draft_passes,
         descriptor.n_ubatch,
+        is_split=descriptor.split is not None,
     )
 
 
 @lru_cache(maxsize=1024)
 def _trace(
-    tokens: int, rows: int, mode: int, draft_passes: int, ubatches: int
+    tokens: int, rows: int, mode: int, draft_passes: int, ubatches: int, *, is_split: bool
 ) -> tuple[Collective, ...]:
     def exchange(layers: str, count: int) -> list[Collective]:
         return [Collective(kind, layers, count, mode) for kind in ("dispatch", "combine")]
 
     forward = [*exchange("the model", -(-tokens // ubatches))] * ubatches
+    if is_split:
+        forward.insert(0, Collective("swap", "cache rows", tokens, mode))
     return (*forward, *(exchange("the drafter", rows) * draft_passes))
 
 
@@ -75,6 +79,7 @@ class Rendezvous:
 
     def __init__(self, clock: Clock, ranks: int) -> None:
         self.spans: list[StepSpan] | None = None  # kept if it is a list
+        self.chunks = ChunkExchange(ranks)
         self.on_span: Callable[[StepSpan], None] = lambda _: None
         self._clock, self._ranks = clock, ranks
         self._meetings: dict[tuple[int, int], _Meeting] = {}

@@ -20,6 +20,7 @@ from deepmesh.wire.messages import (
 )
 from deepmesh.wire.packed import CANCEL, RESULT, ROW, SLOT
 
+from ..core.speculation import NUM_BINS
 from .decode import DecodeRows, Written
 from .hashing import mix
 from .masks import MaskWorker, Tag
@@ -28,16 +29,31 @@ from .row_checks import check_descriptor, check_dummy, check_row
 from .shadow import Cells, ShadowError, ShadowKV, Table, Writer
 from .slots import Slots
 
+INEXACT = -3  # what a row leaves behind that read window rows which are not its own
+
 
 @dataclass(slots=True)
 class _Running:
     """A step between body and tail, and what its rows wrote: the tail reads it again."""
 
     step: SubmitStep
-    rows: list[tuple[Table, Table, int, Cells, Writer]] = field(
-        default_factory=list[tuple[Table, Table, int, Cells, Writer]]
+    rows: list[tuple[Pool, Table, int, Cells, Writer]] = field(
+        default_factory=list[tuple[Pool, Table, int, Cells, Writer]]
     )
     decodes: list[Written] = field(default_factory=list[Written])
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What the cells of a chunk must hold that all ranks compute together."""
+
+    want: Cells  # of all positions up to its end
+    ids: NDArray[np.int32]
+    exact: int  # the first position with window rows that the upper layers left nothing out for
+
+    def window_rows(self, start: int, end: int) -> Cells:
+        """Of positions start..end."""
+        return np.where(np.arange(start, end) < self.exact, INEXACT, self.want[start:end])
 
 
 class Device:
@@ -51,12 +67,16 @@ class Device:
         self.gpu_done = 0
         self.null_rows = 0
         self.missed_masks = 0
-        self.rejected_drafts = 0
+        self.rejected_drafts = self.trimmed_drafts = 0
         self.nan_rows_due = 0  # a fault: rows whose logits will not be finite
+        self.chunk: Chunk | None = None  # of the latest step, if the request is ours and lives
         self._slots = Slots(capacity)
         self._decode = DecodeRows(self._slots, self.kv)
         self._running: _Running | None = None
         self._last_group_step = 0
+        self._proposes = False  # the step drafts behind the tokens that it samples
+        self._widths: dict[int, int] = {}  # drafts that the step verifies, by slot
+        self._survival: list[float] = []  # of those that it proposes
 
     def reset(self) -> None:
         """Abandon everything but the weights (and what happens to lie in the KV)."""
@@ -83,7 +103,8 @@ class Device:
         if step.group_step <= self._last_group_step:
             raise ShadowError(f"group step {step.group_step} after {self._last_group_step}")
         self._last_group_step = step.group_step
-        running = self._running = _Running(step)
+        running, self.chunk = _Running(step), None
+        self._running = running
         for slot, gen in np.frombuffer(step.close, SLOT).tolist():
             init = self._slots.close(slot, gen)
             self.masks.close(init.rid, init.epoch)
@@ -97,6 +118,8 @@ class Device:
             check_dummy(rows)
             rows = rows[:0]
         check_descriptor(step.descriptor, rows, self.rank)
+        self._proposes, self._survival = bool(step.descriptor.n_draft_passes), []
+        self._widths = self._split(rows, step.descriptor.verify_capacity)
         results = np.zeros(len(rows), RESULT)
         for name in ("rid", "epoch", "slot", "gen"):
             results[name] = rows[name]
@@ -108,6 +131,7 @@ class Device:
             status=StepStatus.OK,
             rows=results.tobytes(),
             tokens=tokens.astype("<i4").tobytes(),
+            confidence=self._confidence(),
             gpu_done=self.gpu_done,
         )
 
@@ -116,15 +140,19 @@ class Device:
         assert self._running is not None
         running, self._running = self._running, None
         step = running.step
-        for global_table, window_table, start, values, who in running.rows:
-            self.kv.verify(Pool.GLOBAL, global_table, start, values, who)
-            self.kv.verify(Pool.WINDOW, window_table, start, values, who)
+        for pool, table, start, values, who in running.rows:
+            self.kv.verify(pool, table, start, values, who)
         for cells in running.decodes:
             who = Writer(0, step.group_step)
             self.kv.verify_cells(cells.pool, cells.blocks, cells.offsets, cells.values, who)
         self._ops(step, after=True)
         self.gpu_done = step.step_id
         return [(op.op_id, 0) for op in step.ops]
+
+    def wrote(self, pool: Pool, table: Table, start: int, values: Cells, who: Writer) -> None:
+        """The running step has written these cells; they must be there still when it ends."""
+        assert self._running is not None
+        self._running.rows.append((pool, table, start, values, who))
 
     def _ops(self, step: SubmitStep, *, after: bool) -> None:
         for op in step.ops:
@@ -186,6 +214,8 @@ class Device:
             self._null(slot, step_id, result, start)
             return []
         check_row(row, init, self.capacity, start, length, producer, who)
+        if row["skip"]:
+            slots.upper_from[slot] = start + int(row["skip"])
         legal = self._masks_of(row, slot, result, late)
         if row["mode"] == RowMode.VERIFY and row["source"] == RowSource.DEVICE:
             return self._verify(running, row, result, legal, who)
@@ -203,6 +233,8 @@ class Device:
             return []
         if not row["sample"]:
             return []
+        if max(0, end - self.capacity.window) < slots.exact_from(slot):
+            raise ShadowError(f"{who} samples at {end} without the upper layers' window rows")
         tokens = [self._sample(slot, result, legal[0] if legal else None)]
         self._advance_masks(slot, tokens)
         return tokens
@@ -228,6 +260,7 @@ class Device:
         slots, slot = self._slots, int(row["slot"])
         start, max_len = int(slots.kv_len[slot]), int(slots.max_len[slot])
         width = min(int(row["q"]), max_len - start)  # what lies beyond goes to scratch
+        width = min(width, 1 + self._widths[slot])
         drafts = self._drafts(slot)[: min(width, max_len - int(slots.length[slot])) - 1]
         before = int(slots.want[slot, start - 1]) if start else 0
         self._compute(running, slot, start, start + 1, who)
@@ -253,23 +286,37 @@ class Device:
         slots.kv_len[slot], slots.producer[slot] = end, running.step.step_id
         result["kv_len"] = end
         self._advance_masks(slot, tokens)
+        self._survival += self._survivals(slot)
         return tokens
 
     def _compute(self, running: _Running, slot: int, start: int, end: int, who: Writer) -> None:
-        """Attend to everything below `start`, write `start..end`."""
+        """Attend to everything below `start`, write `start..end`; no window rows where the upper
+        layers are left out, and others than they should be for a while behind."""
         if start == end:
             return
         slots = self._slots
-        want = slots.want[slot, :end].copy()
-        window = max(0, start - self.capacity.window)
+        want, exact = slots.want[slot, :end].copy(), slots.exact_from(slot)
+        window = min(start, max(0, exact, start - self.capacity.window))
         tables = [slots.table(slot, pool) for pool in Pool]
+        if (split := running.step.descriptor.split) is not None:  # see chunk_exchange.py
+            whole = split.bounds[-1]
+            ids = slots.ids[slot, :whole].copy()
+            self.chunk = Chunk(slots.want[slot, :whole].copy(), ids, exact)
+            if start:
+                self.kv.verify(Pool.STATE, tables[2], start - 1, want[start - 1 :][:1], who)
+            self.kv.write(Pool.STATE, tables[2], start, want[start:], who)
+            return
         self.kv.verify(Pool.GLOBAL, tables[0], 0, want[:start], who)
         self.kv.verify(Pool.WINDOW, tables[1], window, want[window:start], who)
         if start:
             self.kv.verify(Pool.STATE, tables[2], start - 1, want[start - 1 :][:1], who)
-        for pool in Pool:
-            self.kv.write(pool, tables[pool], start, want[start:], who)
-        running.rows.append((tables[0], tables[1], start, want[start:], who))
+        upper = min(end, max(start, int(slots.upper_from[slot])))
+        rows = np.where(np.arange(upper, end) < exact, INEXACT, want[upper:])
+        self.kv.write(Pool.GLOBAL, tables[0], start, want[start:], who)
+        self.kv.write(Pool.WINDOW, tables[1], upper, rows, who)
+        self.kv.write(Pool.STATE, tables[2], start, want[start:], who)
+        running.rows.append((Pool.GLOBAL, tables[0], start, want[start:], who))
+        running.rows.append((Pool.WINDOW, tables[1], upper, rows, who))
 
     def _sample(self, slot: int, result: np.void, legal: NDArray[np.bool_] | None) -> int:
         slots, init, vocab = self._slots, self._slots.init_of(slot), self.capacity.vocab_size
@@ -282,7 +329,7 @@ class Device:
             vocab_size=vocab,
         )
         slots.append(slot, token)
-        slots.drafted[slot] = self.capacity.draft_len
+        slots.drafted[slot] = self.capacity.draft_len if self._proposes else 0
         output = length + 1 - init.prompt_len
         reason = DoneReason.NONE
         if token in stop_ids:
@@ -296,6 +343,40 @@ class Device:
         return token
 
     # ------------------------------------------------------------ drafts and masks
+
+    def _split(self, rows: NDArray[np.void], capacity: int) -> dict[int, int]:
+        """Drafts that each row verifies: the likeliest of all, as many as there is room for."""
+        is_wide = (rows["mode"] == RowMode.VERIFY) & (rows["source"] == RowSource.DEVICE)
+        at = [(int(row["slot"]), int(row["rid"])) for row in rows[is_wide]]
+        spare = max(0, capacity - len(at)) if capacity else len(at) * self.capacity.draft_len
+        ranked = sorted(
+            (-survival, place, rid, slot)
+            for slot, rid in at
+            for place, survival in enumerate(self._survivals(slot))
+        )
+        self.trimmed_drafts += max(0, len(ranked) - spare)
+        widths = dict.fromkeys((slot for slot, _ in at), 0)
+        for *_, slot in ranked[:spare]:
+            widths[slot] += 1
+        return widths
+
+    def _survivals(self, slot: int) -> list[float]:
+        """Of the drafts of a slot: about right, and the same in every schedule."""
+        slots, init = self._slots, self._slots.init_of(slot)
+        state = mix(int(slots.chain[slot, int(slots.length[slot]) - 1]), init.seed)
+        luck = mix(state, 77) % (self.capacity.draft_len + 2)
+        each = [
+            (0.9 if at < luck else 0.2) + mix(state, at) % 100 / 1000
+            for at in range(int(slots.drafted[slot]))
+        ]
+        return np.cumprod(each).tolist()
+
+    def _confidence(self) -> bytes:
+        """The histogram of StepResult.confidence."""
+        if not self._survival:
+            return b""
+        bins = np.minimum(np.array(self._survival) * NUM_BINS, NUM_BINS - 1).astype(np.int64)
+        return np.bincount(bins, minlength=NUM_BINS).astype("<u4").tobytes()
 
     def _drafts(self, slot: int) -> list[int]:
         """Drafts for the positions behind the last token. How many of them the oracle agrees with

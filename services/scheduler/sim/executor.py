@@ -16,6 +16,7 @@ from deepmesh.wire.messages import (
     GrammarsCompiled,
     Load,
     LoadBlocks,
+    ReleaseBlocks,
     Reset,
     RowSource,
     StepResult,
@@ -66,13 +67,15 @@ class SimExecutor:
         depth: int,
         stores: dict[str, SimStore],
         truth: Truth,
+        group: int = 0,
     ) -> None:
-        self.name = f"executor-0-{rank}"
+        self.name = f"executor-{group}-{rank}"
         self.rank = rank
         self.link = link
         self.deaf = 0.0  # share of grammars ordered ahead that nobody answers for
         self.mask_miss = 0.0  # share of masks that come after the forward has ended
         self.is_hung = False  # the device never ends its steps; the process lives
+        self.slower = 1.0  # its steps take so many times as long as those of the others
         self.num_errors_due = 0  # steps that will fail on the device
         self.free_at_tokens_ready = False  # a fault: results claim that the step's tail is done
         self.null_rows = self.missed_masks = self.rejected_drafts = 0  # of devices that are gone
@@ -90,6 +93,7 @@ class SimExecutor:
         self._submitted = 0
         self.transfers = SimTransfers(
             clock,
+            name=self.name,
             device=lambda: self.device,
             stores=stores,
             truth=truth,
@@ -109,7 +113,14 @@ class SimExecutor:
         self._abandon(NO_EPOCH)
 
     def receive(
-        self, message: Load | SubmitStep | Reset | StoreBlocks | LoadBlocks | CompileGrammars
+        self,
+        message: Load
+        | SubmitStep
+        | Reset
+        | StoreBlocks
+        | LoadBlocks
+        | ReleaseBlocks
+        | CompileGrammars,
     ) -> None:
         """An order of the scheduler."""
         match message:
@@ -125,6 +136,9 @@ class SimExecutor:
             case StoreBlocks() | LoadBlocks():
                 if message.engine_epoch == self._epoch:
                     self.transfers.receive(message)
+            case ReleaseBlocks():
+                if message.engine_epoch == self._epoch:
+                    self.transfers.area.release(message.op_ids)
             case CompileGrammars(engine_epoch=epoch, orders=orders):
                 for number, grammar in orders:
                     self._compile(epoch, number, grammar)
@@ -201,9 +215,13 @@ class SimExecutor:
         device = rows["source"] == _DEVICE
         decode, context = int(rows["q"][device].sum()), int(rows["start_hi"][device].sum())
         prefill = int(rows["q"].sum()) - decode
+        if (split := step.descriptor.split) is not None:
+            part = (self.rank - split.home - 1) % (len(split.bounds) - 1)
+            prefill = split.bounds[part + 1] - split.bounds[part]
         length = times.step + prefill * times.token + decode * times.row
         length += context * times.context // 1000
-        return length + int(length * times.straggle * self._clock.random.random())
+        length += int(length * times.straggle * self._clock.random.random())
+        return int(length * self.slower)
 
     def _body(
         self, life: int, queued: _Queued, enqueued_ns: int, begin_ns: int, end_ns: int
@@ -217,6 +235,8 @@ class SimExecutor:
             self._send(_failed(step, self.rank, self.device.gpu_done))
             return
         result = self.device.body(replace(step, rows=self._ring[queued.buffer]))
+        if step.part is not None:
+            self._rendezvous.chunks.join(self.device, step, step.part)
         times = StepTimes(queued.received_ns, enqueued_ns, begin_ns, end_ns, end_ns)
         done = step.step_id if self.free_at_tokens_ready else result.gpu_done
         self._send(replace(result, times=times, gpu_done=done))

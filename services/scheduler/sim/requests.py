@@ -24,6 +24,7 @@ class SimRequest:
     salt: bytes = b""
     sub_index: int = 0
     tenant: bytes = b""
+    prefill_at: str = ""
     grammar: bool = False
     grammar_len: int = 0  # output tokens at which its grammar is complete; 0: never
     abort_ns: int = 0  # after its arrival; 0: never
@@ -54,6 +55,7 @@ class SimRequest:
             salt=self.salt,
             sub_index=self.sub_index,
             tenant=self.tenant,
+            prefill_at=self.prefill_at,
             grammar=rules.message() if (rules := self.rules) else None,
         )
 

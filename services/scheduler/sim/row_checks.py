@@ -39,7 +39,24 @@ def check_descriptor(descriptor: Descriptor, rows: NDArray[np.void], rank: int) 
     """
     if len(set(rows["slot"].tolist())) != len(rows):
         raise ShadowError(f"rank {rank} runs two rows of one slot in a step")
-    tokens = int(rows["q"].sum())
+    tokens, split = int(rows["q"].sum()), descriptor.split
+    if split is not None:
+        part = (rank - split.home - 1) % (len(split.bounds) - 1)
+        if tokens != (split.bounds[-1] - split.bounds[0]) * (rank == split.home) or len(rows) > 1:
+            raise ShadowError(f"rank {rank} has {tokens} tokens beside the chunk that all compute")
+        tokens = split.bounds[part + 1] - split.bounds[part]
+    by_decode = rows["mode"] != _PREFILL
+    walks = int(rows["q"][by_decode & (rows["source"] == _HOST)].max(initial=1)) - 1
+    prefill = tokens - int(rows["q"][by_decode].sum())
+    agreed = descriptor.decode_rows, descriptor.walks, descriptor.prefill_tokens
+    if any(
+        ours > theirs
+        for ours, theirs in zip((by_decode.sum(), walks, prefill), agreed, strict=True)
+    ):
+        raise ShadowError(
+            f"I22 rank {rank} has {by_decode.sum()} decode rows, walks {walks} positions and has "
+            f"{prefill} prompt tokens, the group agreed on {agreed}"
+        )
     if tokens > descriptor.padded_tokens or len(rows) > descriptor.padded_rows:
         raise ShadowError(
             f"I22 rank {rank} has {tokens} tokens in {len(rows)} rows, the group agreed on "
@@ -84,6 +101,8 @@ def check_row(
         if start + (1 if row["mode"] == RowMode.VERIFY else int(row["q"])) > length:
             raise ShadowError(f"{who} computes positions without tokens")
         return
+    if row["skip"] > (row["q"] if is_prefill and capacity.prefill_halo else 0):
+        raise ShadowError(f"{who} leaves out layers that it must not leave out")
     if low != high:
         raise ShadowError(f"{who} has ids of the host, but begins somewhere in {low}..{high}")
     if end > length:

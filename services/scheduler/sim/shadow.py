@@ -62,6 +62,11 @@ class ShadowKV:
         self._cells[pool][block] = cells
         self._sign(pool, block, Writer(OP, step))
 
+    def read(self, pool: Pool, table: Table, start: int, end: int) -> Cells:
+        """What the cells of positions start..end hold."""
+        positions = np.arange(start, end)
+        return self._cells[pool][table[positions // self.block_size], positions % self.block_size]
+
     def copy(self, pool: Pool, source: int, target: int, step: int) -> None:
         """A block copy on the device stream."""
         self.fill_block(pool, target, self._cells[pool][source], step)

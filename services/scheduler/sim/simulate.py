@@ -57,9 +57,14 @@ def simulate(
     requests: Iterator[SimRequest],
     *,
     progress: Callable[[int, int], None] = lambda steps, ended: None,
+    prepare: Callable[[World], None] = lambda world: None,
 ) -> Outcome:
-    """Run it; `progress` hears of group steps and ended requests now and then."""
+    """Run it; `progress` hears of group steps and ended requests now and then.
+
+    `prepare` may change the world before it runs: slow a rank down, schedule a fault.
+    """
     world = build(scenario)
+    prepare(world)
     record = Record()
     record.watch(world)
     _Arrivals(world, record, requests, scenario.steps).next()

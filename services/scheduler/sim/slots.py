@@ -33,6 +33,8 @@ class Slots:
         self.producer = np.zeros(count, np.int64)
         self.done = np.zeros(count, np.bool_)
         self.drafted = np.zeros(count, np.int64)  # drafts behind the last token
+        # the upper layers have run at all positions from here on; 0: and what was resumed is exact
+        self.upper_from = np.zeros(count, np.int64)
         self.state_block = np.zeros(count, np.int32)
         self.ids = np.zeros((count, width), np.int32)
         self.chain = np.zeros((count, width), np.int64)  # hash up to and including each token
@@ -63,7 +65,7 @@ class Slots:
         self.max_len[slot], self.kv_len[slot] = init.max_len, init.start
         self.length[slot] = len(ids)
         self.producer[slot], self.done[slot], self.drafted[slot] = 0, False, 0
-        self.state_block[slot] = init.state_block
+        self.state_block[slot], self.upper_from[slot] = init.state_block, 0
         self.ids[slot, : len(ids)] = ids
         self.chain[slot, : len(ids)] = chain_of(ids.tolist())
         self._mark_classes(slot, 0, len(ids))
@@ -108,6 +110,11 @@ class Slots:
         if self.want is not self.chain:  # beyond the prompt: the decode kernels' class
             self.want[slots, at] = chains | 1
         self.length[slots] = at + 1
+
+    def exact_from(self, slot: int) -> int:
+        """The first position whose window rows do not depend on what the upper layers left out."""
+        first, capacity = int(self.upper_from[slot]), self.capacity
+        return first + capacity.prefill_halo - capacity.window if first else 0
 
     def table(self, slot: int, pool: Pool) -> Table:
         """Block table of a request in a pool."""

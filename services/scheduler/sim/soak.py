@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from deepmesh.config import SchedulerConfig
-from deepmesh.wire.messages import Capacity
+from deepmesh.wire.messages import Capacity, PromptWork, StepCosts
 
 from .clock import MS, Times
 from .coverage import STATES
@@ -82,6 +82,28 @@ def draw_grammars(draw: random.Random) -> tuple[int, int, float]:
     return kept, draw.choice([0, 3, 20]) * MS, draw.choice([0.0, 0.0, 0.2])
 
 
+def draw_sharing(draw: random.Random, capacity: Capacity) -> tuple[Capacity, int]:
+    """A device that computes chunks with others in two of three worlds; tokens of a part."""
+    align, last = draw.choice([4, 8]), capacity.max_model_len - 1
+    work = PromptWork([0, capacity.window, last], [8, 12, 12 + draw.randrange(20)], align)
+    is_shared = capacity.one_kernel_class and draw.random() < 0.67
+    return replace(capacity, prompt_work=work if is_shared else None), draw.choice([1, 16])
+
+
+def draw_draft_costs(draw: random.Random, capacity: Capacity) -> StepCosts:
+    """Nobody knows them in a third of the worlds; where drafts are dear few steps have some."""
+    if not capacity.draft_len or draw.random() < 0.33:
+        return StepCosts()
+    most = capacity.num_slots * (1 + capacity.draft_len)
+    token_ns = draw.choice([2_000, 50_000, 400_000])
+    tiers = sorted({1, most, *(draw.randrange(1, most + 1) for _ in range(draw.randrange(6)))})
+    return StepCosts(
+        verify=[(tokens, MS + token_ns * tokens) for tokens in tiers],
+        draft_base_ns=draw.choice([10_000, 500_000]),
+        draft_row_ns=draw.choice([1_000, 20_000]),
+    )
+
+
 def draw_world(
     seed: int,
     *,
@@ -104,9 +126,11 @@ def draw_world(
     capacity = draw_capacity(draw, ranks=ranks, is_crowd=is_crowd)
     kvstores, op_faults = draw_stores(random.Random(~seed))
     kept, compile_ns, deaf = draw_grammars(random.Random(seed * 7 + 3))
+    capacity, least = draw_sharing(random.Random(seed * 11 + 5), capacity)
+    draft_costs = draw_draft_costs(random.Random(seed * 13 + 7), capacity)
     world = World(
-        draw_config(draw, depth, is_crowd=is_crowd),
-        replace(capacity, grammars=kept),
+        replace(draw_config(draw, depth, is_crowd=is_crowd), context_parallel_tokens=least),
+        replace(capacity, grammars=kept, costs=draft_costs),
         seed=seed,
         ranks=ranks,
         tokenizers=draw.choice([1, 2]),

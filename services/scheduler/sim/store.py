@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from deepmesh.prefix_hash import extend_chain, root_hash
 from deepmesh.wire.messages import (
     Capacity,
     Hits,
@@ -25,7 +26,6 @@ from deepmesh.wire.messages import (
 )
 
 from ..core.events import Incoming
-from ..core.prefix_index import extend_chain, root_hash
 from .clock import MS, SECOND, US, Clock
 from .device import Device
 from .link import Link
@@ -127,6 +127,47 @@ class Contents:
         return OpDone(order.op_id, order.engine_epoch, status, bytes(done))
 
 
+class SimArea(Contents):
+    """Copies by the op that made them; they end with the engine epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies: dict[int, dict[Key, list[Cells]]] = {}
+
+    @property
+    def num_copies(self) -> int:
+        """Ops whose copies are kept."""
+        return len(self._copies)
+
+    def keep(self, order: StoreBlocks, kv: ShadowKV, truth: Truth, *, is_full: bool) -> OpDone:
+        """Copy the blocks as they are now, unless there is no room.
+
+        Raises:
+            ShadowError: they do not hold what belongs under their hash.
+        """
+        if is_full:
+            return OpDone(order.op_id, order.engine_epoch, KvStatus.FULL, bytes(len(order.moves)))
+        copy = Contents()
+        done = copy.store(order, kv, truth)
+        self._copies[order.op_id] = copy.items
+        self._merge()
+        return done
+
+    def release(self, op_ids: list[int]) -> None:
+        """Nobody needs these any more."""
+        for op_id in op_ids:
+            self._copies.pop(op_id, None)
+        self._merge()
+
+    def clear(self) -> None:
+        """The engine epoch, or the process, is over."""
+        self._copies.clear()
+        self._merge()
+
+    def _merge(self) -> None:
+        self.items = {key: parts for copy in self._copies.values() for key, parts in copy.items()}
+
+
 def begin(order: Order, kv: ShadowKV) -> None:
     """A load may write its blocks at any time from its order on."""
     if isinstance(order, LoadBlocks):
@@ -168,6 +209,7 @@ class OpFaults:
     late: float = 0.0  # ends behind every deadline
     twice: float = 0.0  # is answered twice
     lost: float = 0.0  # of a load's blocks: gone, or damaged, when they are fetched
+    full: float = 0.0  # of the copies for another group: no room
 
 
 class SimTransfers:
@@ -177,6 +219,7 @@ class SimTransfers:
         self,
         clock: Clock,
         *,
+        name: str,
         device: Callable[[], Device],
         stores: dict[str, SimStore],
         truth: Truth,
@@ -185,6 +228,9 @@ class SimTransfers:
     ) -> None:
         self.faults = OpFaults()
         self.num_ended = 0
+        self.name = name
+        self.area = SimArea()
+        self.areas: dict[str, SimArea] = {}  # of executors of other groups, by name
         self._clock = clock
         self._device = device
         self._stores = stores
@@ -196,6 +242,7 @@ class SimTransfers:
     def abandon(self) -> None:
         """Another engine epoch."""
         self._life += 1
+        self.area.clear()
 
     def receive(self, order: Order) -> None:
         """An order of the scheduler, in this engine epoch."""
@@ -216,15 +263,20 @@ class SimTransfers:
         if device.gpu_done < order.after_step:
             self._clock.at(RETRY_NS, lambda: self._run(order, life))
             return
-        store = self._stores.get(order.store)
-        if store is None or not store.link.is_up:
+        moves, store = range(len(order.moves)), self._stores.get(order.store)
+        lost = {at for at in moves if draw.random() < self.faults.lost}
+        area = self.areas.get(order.store)
+        if isinstance(order, StoreBlocks) and order.store == self.name:
+            is_full = draw.random() < self.faults.full
+            answer = self.area.keep(order, device.kv, self._truth, is_full=is_full)
+        elif isinstance(order, LoadBlocks) and area is not None:
+            answer = area.load(order, device.kv, lost)
+        elif store is None or not store.link.is_up:
             nothing = bytes(len(order.moves))
             answer = OpDone(order.op_id, order.engine_epoch, KvStatus.ERROR, nothing)
         elif isinstance(order, StoreBlocks):
             answer = store.contents.store(order, device.kv, self._truth)
         else:
-            moves = range(len(order.moves))
-            lost = {at for at in moves if draw.random() < self.faults.lost}
             answer = store.contents.load(order, device.kv, lost)
         self.num_ended += 1
         self._send(answer)

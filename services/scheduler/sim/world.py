@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
+import msgspec
 from msgspec.structs import replace
 
 from deepmesh.config import SchedulerConfig
@@ -17,6 +18,8 @@ from deepmesh.wire.messages import (
     LoadBlocks,
     Lookup,
     Pause,
+    ReleaseBlocks,
+    ReplicaStats,
     Reset,
     Resume,
     Shutdown,
@@ -79,16 +82,24 @@ class World:
         op_faults: OpFaults | None = None,
         choose_kind: ChooseKind | None = None,
         deaf: float = 0.0,
+        index: int = 0,
+        clock: Clock | None = None,
+        requests: dict[bytes, SimRequest] | None = None,
     ) -> None:
         """
         Args:
             audit_every: all invariants are checked behind every so-many-th look of the scheduler
                 at its mail; 0: never.
             deaf: share of the grammars ordered ahead that an executor never answers for.
+            index: of the group, where there are several.
+            clock, requests: shared with the other groups.
         """
         self.times = times or Times()
-        self.clock = Clock(seed)
-        self.requests: dict[bytes, SimRequest] = {}
+        self.clock = clock or Clock(seed)
+        self.name, self._index = f"scheduler-{index}", index
+        self.requests: dict[bytes, SimRequest] = {} if requests is None else requests
+        self.to_group: Callable[[Send, int], bool] = lambda send, after_ns: False
+        self.on_scheduler: Callable[[bool], None] = lambda is_up: None
         self.preemptions = self.cached_prompt_tokens = self.steps = 0  # of cores that are gone
         self.coverage = Coverage(depth=config.depth, ranks=ranks)
         self._config, self._ranks = config, ranks
@@ -127,7 +138,7 @@ class World:
     def _new_core(self) -> Scheduler:
         core = Scheduler(
             self._config,
-            name="scheduler-0",
+            name=self.name,
             model="sim",
             ranks=self._ranks,
             first_epoch=1 + 1000 * self._restarts,
@@ -153,6 +164,7 @@ class World:
             depth=self._config.depth,
             stores={store.name: store for store in self.stores},
             truth=truth,
+            group=self._index,
         )
         executor.transfers.faults = op_faults
         executor.mask_miss = mask_miss
@@ -187,7 +199,7 @@ class World:
             AssertionError: something does not come to an end.
         """
         with without_cycle_search():
-            while not (self._open == 0 and self._idle()):
+            while not self.is_over:
                 assert self.clock.now < limit_ns, f"unfinished: {self.unfinished()}"
                 self.clock.step()
                 progress()
@@ -196,11 +208,17 @@ class World:
         """Every request ended once, with the oracle's tokens; every block is free again."""
         for request in self.requests.values():
             request.verify(self._capacity.vocab_size)
-        stats = self.core.stats()
+        stats = self._stats()
         assert (stats.running, stats.waiting, stats.inflight_tokens) == (0, 0, 0), stats
         spare = zip(stats.free_blocks, stats.cached_blocks, stats.pinned_blocks, strict=True)
         assert [sum(classes) for classes in spare] == list(stats.total_blocks), stats
         assert stats.quarantined_blocks == sum(stats.pinned_blocks), stats
+
+    def _stats(self) -> ReplicaStats:
+        """What a heartbeat says, as it can be sent: of numbers that Python itself has."""
+        stats = self.core.stats()
+        msgspec.msgpack.encode(stats)
+        return stats
 
     def covered(self) -> Coverage:
         """What this world has reached so far."""
@@ -247,6 +265,11 @@ class World:
         """Requests that ended in Failed."""
         ends = [end for request in self.requests.values() for end in request.terminals]
         return sum(isinstance(end, Failed) for end in ends)
+
+    @property
+    def is_over(self) -> bool:
+        """Every request has ended, and the device is idle."""
+        return self._open == 0 and self._idle()
 
     def unfinished(self) -> list[str]:
         """Requests without an end."""
@@ -307,11 +330,12 @@ class World:
         if self.is_down:
             return
         self.clock.trace("scheduler down")
-        stats = self.core.stats()
+        stats = self._stats()
         self.preemptions += stats.preemptions
         self.cached_prompt_tokens += stats.cached_prompt_tokens
         self.steps += stats.steps
         self.process.kill()
+        self.on_scheduler(False)
         for peer in self._peers.values():
             if peer.link.is_up:
                 peer.link.cut()
@@ -322,6 +346,7 @@ class World:
     def _start_scheduler(self) -> None:
         self._restarts += 1
         self.core = self._new_core()
+        self.on_scheduler(True)
         self.rendezvous.resumed(0)  # a new process does not know of a pause
         for peer in self._peers.values():
             self.clock.at(self.clock.random.randrange(20 * MS), partial(self.connect, peer))
@@ -343,11 +368,19 @@ class World:
 
     def _post(self, send: Send, after_ns: int) -> None:
         """Over the link of a peer; it leaves `after_ns` from now."""
+        if self.to_group(send, after_ns):
+            return
         peer, message = self._peers[send.peer], send.message
         match peer, message:
             case (
                 SimExecutor(),
-                Load() | SubmitStep() | Reset() | StoreBlocks() | LoadBlocks() | CompileGrammars(),
+                Load()
+                | SubmitStep()
+                | Reset()
+                | StoreBlocks()
+                | LoadBlocks()
+                | ReleaseBlocks()
+                | CompileGrammars(),
             ):
                 deliver = partial(peer.receive, message)
             case SimExecutor(), Shutdown():

@@ -1,0 +1,253 @@
+"""What drafts are worth: tokens per second with each policy against none, batch by batch.
+
+`deepmesh bench spec --json`. The scheduler's core and the executor in one process. Runs of all
+policies take turns, each with a run without drafts beside it, and are counted while all their
+requests decode; ratios come with a 95 % interval. Fixed lengths verify all drafts in every step;
+"adaptive" is the policy that serves. `roofline_ratio` is what a step as long as the reading of its
+weights would give: of the length itself, for "adaptive" of the best one.
+
+`--record FILE` writes how often the drafts of a checkpoint with a trained draft head are right, by
+place and confidence; `--acceptance FILE` gives another checkpoint, whose weights know nothing,
+drafts that are right as often: its steps and draft passes cost what they cost.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from bench.checkpoints import add_options, open_checkpoint
+from bench.determinism.jobs import Job
+from bench.spec_acceptance import Acceptance, read_acceptance
+from bench.spec_roofline import Roofline
+from bench.spec_runs import (
+    ADAPTIVE,
+    ANSWER_TOKENS,
+    LENGTHS,
+    NONE,
+    Policies,
+    Run,
+    held_out_jobs,
+    random_jobs,
+)
+from deepmesh.report import Json, publish, report
+
+RECORDED = Path(__file__).with_name("spec_acceptance_tiny.json")  # on the tiny model
+BATCHES = (1, 4, 16, 64, 256)
+PAIRS, FEWER_PAIRS = 15, 5  # of the adaptive policy, of each fixed length
+MOST_TOKENS, LEAST_EACH = 768, 24  # of a run in all; of each request
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+T_95 = {4: 2.776, 9: 2.262, 14: 2.145, 19: 2.093, 29: 2.045}  # of Student, by degrees of freedom
+
+
+@dataclass
+class Measured:
+    """Pairs of one policy at one batch."""
+
+    ratios: list[float] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+
+    def add(self, run: Run, plain: Run) -> None:
+        """A run, and the one without drafts beside it."""
+        self.ratios.append(run.rate / plain.rate)
+        self.runs.append(run)
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Geometric mean with its 95 % interval."""
+    logs = np.log(ratios)
+    mean = float(logs.mean())
+    if len(logs) < 2:
+        return float(np.exp(mean)), float(np.exp(mean)), float(np.exp(mean))
+    near = min(T_95, key=lambda freedom: abs(freedom - (len(logs) - 1)))
+    half = T_95[near] * statistics.stdev(logs.tolist()) / len(logs) ** 0.5
+    return float(np.exp(mean - half)), float(np.exp(mean)), float(np.exp(mean + half))
+
+
+def case(batch: int, policy: str, found: Measured, roofline: float | None) -> dict[str, Json]:
+    """The report's entry."""
+    low, ratio, high = interval(found.ratios)
+    verified = sum(run.verified for run in found.runs)
+    accepted = [sum(column) for column in zip(*(run.accepted for run in found.runs), strict=True)]
+    steps = sum(run.verifying for run in found.runs)
+    return {
+        "device": "cpu",
+        "batch": batch,
+        "policy": policy,
+        "draft_len": round(verified / steps, 3),
+        "tokens_per_s": round(statistics.median(run.rate for run in found.runs), 1),
+        "ratio_to_off": round(ratio, 4),
+        "ratio_low": round(low, 4),
+        "ratio_high": round(high, 4),
+        "mean_accepted": round(sum(accepted) / steps, 3),
+        "roofline_ratio": None if roofline is None else round(roofline, 4),
+        "pairs": len(found.ratios),
+        "verified": verified,
+        "accepted": list(accepted),
+        "samples": [round(value, 4) for value in found.ratios],
+    }
+
+
+def measure(policies: Policies, jobs: Sequence[Job], wanted: dict[str, int]) -> dict[str, Measured]:
+    """`wanted`: pairs of each policy. They take turns, so that what the machine does hits all."""
+    plain_outputs = policies.learn(jobs)
+    found = {policy: Measured() for policy in wanted}
+    for policy in (*wanted, NONE):  # the first run of an engine loads and measures
+        policies.run(policy, jobs)
+    for number in range(max(wanted.values())):
+        order = [policy for policy, pairs in wanted.items() if number < pairs]
+        order = order[number % len(order) :] + order[: number % len(order)]
+        for place, policy in enumerate(order):
+            policies.deal(number + 1)
+            pair = (NONE, policy) if (number + place) % 2 == 0 else (policy, NONE)
+            runs = {name: policies.run(name, jobs) for name in pair}
+            _check(policy, runs[policy], plain_outputs)
+            found[policy].add(runs[policy], runs[NONE])
+    return found
+
+
+def _check(policy: str, run: Run, wanted: dict[int, list[int]]) -> None:
+    for index, ids in run.outputs.items():
+        if ids != wanted[index][: len(ids)]:
+            raise RuntimeError(f"{policy}: other tokens than without drafts")
+
+
+def verdict(cases: Sequence[dict[str, Json]]) -> dict[str, Json]:
+    """What the adaptive policy is held to, batch by batch."""
+    found: dict[str, Json] = {}
+    for batch in sorted({_number(entry, "batch") for entry in cases}):
+        here = {str(entry["policy"]): entry for entry in cases if entry["batch"] == batch}
+        ours = here.pop(ADAPTIVE, None)
+        if ours is None:
+            continue
+        best = max([1.0, *(_number(entry, "ratio_low") for entry in here.values())])
+        roofline = ours["roofline_ratio"]
+        found[str(int(batch))] = {
+            "never_a_loss": _number(ours, "ratio_low") >= 0.95,
+            "of_roofline": None
+            if not isinstance(roofline, float)
+            else round(_number(ours, "ratio_to_off") / roofline, 3),
+            "as_the_best_fixed": _number(ours, "ratio_high") >= best,
+        }
+    return found
+
+
+def _number(entry: dict[str, Json], key: str) -> float:
+    value = entry[key]
+    assert isinstance(value, int | float)
+    return value
+
+
+def show(cases: Sequence[dict[str, Json]]) -> None:
+    """A table on stderr."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("batch", "policy", "ratio", "95 %", "roofline", "drafts", "accepted"):
+        table.add_column(name, justify="right")
+    for entry in cases:
+        bounds = f"{entry['ratio_low']:.3f} to {entry['ratio_high']:.3f}"
+        bound = entry["roofline_ratio"]
+        figures = (
+            *(f"{entry['ratio_to_off']:.3f}", bounds, "" if bound is None else f"{bound:.2f}"),
+            *(f"{entry['draft_len']:.2f}", f"{entry['mean_accepted']:.2f}"),
+        )
+        table.add_row(str(entry["batch"]), str(entry["policy"]), *figures)
+    Console(stderr=True).print(table)
+
+
+def roofline_of(
+    policies: Policies, acceptance: Acceptance | None, batch: int, policy: str
+) -> float | None:
+    """None: how many drafts are right is not known beforehand."""
+    if acceptance is None:
+        return None
+    roofline = Roofline(policies.model.config, policies.model.weights)
+    tokens = [acceptance.tokens(length) for length in (0, *LENGTHS)]
+    if policy == ADAPTIVE:
+        return roofline.best_ratio(batch, tokens)
+    return roofline.ratio(batch, int(policy), tokens[int(policy)])
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_options(parser)
+    parser.add_argument("--batch", type=int, action="append", help="rows; several may be given")
+    parser.add_argument("--policy", action="append", choices=[*map(str, LENGTHS), ADAPTIVE])
+    parser.add_argument("--pairs", type=int, default=PAIRS, help="of the adaptive policy")
+    parser.add_argument("--tokens", type=int, default=64, help="of each request, at most")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument(
+        "--acceptance",
+        type=Path,
+        help="made by --record; a preset of random weights has that of the tiny model unless told",
+    )
+    parser.add_argument("--record", type=Path, help="write this file, and no more")
+    parser.add_argument(
+        "--clock",
+        choices=list(CLOCKS),
+        default="wall",
+        help="cpu: of this process, on a busy machine",
+    )
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    checkpoint = open_checkpoint(arguments)
+    if arguments.record:
+        jobs = held_out_jobs(checkpoint.folder)
+        policies = Policies(checkpoint, None, len(jobs), ANSWER_TOKENS)
+        acceptance = policies.record(jobs)
+        policies.close()
+        acceptance.write(arguments.record)
+        shares = ", ".join(f"{share:.3f}" for share in acceptance.by_place)
+        mean = f"{acceptance.tokens(max(LENGTHS)):.2f} tokens a verify step"
+        print(f"{arguments.record}: right by place {shares}; {mean}", file=sys.stderr)
+        return 0
+    path: Path | None = arguments.acceptance
+    if path is None and arguments.model is None and arguments.preset != "tiny":
+        path = RECORDED
+    acceptance = None if path is None else read_acceptance(path)
+    batches = arguments.batch or list(BATCHES)
+    chosen = arguments.policy or [*map(str, LENGTHS), ADAPTIVE]
+    fewer = min(arguments.pairs, FEWER_PAIRS)
+    wanted = {policy: arguments.pairs if policy == ADAPTIVE else fewer for policy in chosen}
+    tokens, clock = max(LEAST_EACH, arguments.tokens), CLOCKS[arguments.clock]
+    policies = Policies(checkpoint, acceptance, max(batches), tokens, clock)
+    cases: list[dict[str, Json]] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    try:
+        with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+            task = bar.add_task("", total=len(batches))
+            for batch in batches:
+                bar.update(task, description=f"batch {batch}")
+                tokens = max(LEAST_EACH, min(arguments.tokens, MOST_TOKENS // batch))
+                jobs = random_jobs(checkpoint.config, batch, tokens, arguments.temperature)
+                for policy, found in measure(policies, jobs, wanted).items():
+                    bound = roofline_of(policies, acceptance, batch, policy)
+                    cases.append(case(batch, policy, found, bound))
+                bar.advance(task)
+    finally:
+        policies.close()
+    show(cases)
+    described: dict[str, Json] = {
+        "model": checkpoint.name,
+        "temperature": arguments.temperature,
+        "tokens": arguments.tokens,
+        "clock": arguments.clock,
+        "acceptance": None if acceptance is None else list(acceptance.by_place),
+        "adaptive": verdict(cases),
+    }
+    found_all = report("bench spec", config=described, cases=cases, ok=True)
+    publish(found_all, name="spec", as_json=arguments.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""A step in flight on a device: memory that host and device share, and what came of the step."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deepmesh.wire.messages import DoneReason, PromptLogprobs
+from kernels.sampling.sample_cuda import SampleOut
+from kernels.step.slots_portable import ROW_FIELDS, RowFlag
+from services.executor.gpu.ahead import Shortfall
+from services.executor.gpu.stream import DeviceStream, Mark
+from services.executor.interface import LiveRows, Sampled
+
+NUM_BUFFERS = 8  # steps in flight and on their way to being settled; more wait to be launched
+MAX_CHANGES = 1 << 14  # of slot state, that a step's memory holds; more take memory of their own
+_NO_IDS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
+_GOES_ON = np.array([reason in (DoneReason.NONE, DoneReason.NULL) for reason in DoneReason])
+
+
+class PartBuffer:
+    """Rows of a step that are sampled together."""
+
+    def __init__(self, stream: DeviceStream, max_rows: int, out_words: int) -> None:
+        self.given = stream.shared(max_rows, ROW_FIELDS)
+        self.flags, self.ends = stream.shared(max_rows), stream.shared(max_rows)
+        self.out = SampleOut.over(stream.shared(out_words))
+        self.rows = self.given.numpy()
+
+
+class LoadsBuffer:
+    """What a rank of a group has counted in a step."""
+
+    def __init__(self, stream: DeviceStream, num_layers: int, num_experts: int) -> None:
+        self.rows = stream.shared(num_layers)  # that came to the experts held here
+        self.counts = stream.shared(num_layers, num_experts)  # of our own tokens, by expert
+
+
+class StepBuffer:
+    """Memory of one step: what it is given, and what comes back."""
+
+    def __init__(
+        self,
+        stream: DeviceStream,
+        max_rows: int,
+        out_words: int,
+        loads: tuple[int, int] = (0, 0),
+    ) -> None:
+        """`loads`: layers and experts of a rank that is one of several."""
+        self.loads = LoadsBuffer(stream, *loads)
+        self.changes = stream.shared(MAX_CHANGES, 2)
+        self.parts = (
+            PartBuffer(stream, max_rows, out_words),
+            PartBuffer(stream, max_rows, out_words),
+        )
+        self.stamps = stream.shared(2, dtype=torch.int64)
+        self.begin, self.end = (self.stamps[i].data_ptr() for i in range(2))  # addresses
+
+
+class BufferPool:
+    """Step memory that is free; whoever needs some waits until a step is settled."""
+
+    def __init__(self, make: Callable[[], StepBuffer], count: int = NUM_BUFFERS) -> None:
+        self._free = deque(make() for _ in range(count))
+        self._changed = threading.Condition()
+        self._is_closing = False
+
+    def take(self) -> StepBuffer:
+        """One that nobody uses.
+
+        Raises:
+            RuntimeError: the device is given back.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._free or self._is_closing)
+            if self._is_closing:
+                raise RuntimeError("the device is given back")
+            return self._free.popleft()
+
+    def give(self, buffer: StepBuffer) -> None:
+        """It is free again."""
+        with self._changed:
+            self._free.append(buffer)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Whoever waits ends now."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+
+
+@dataclass
+class Part:
+    """Rows of a step that were launched together: of the decode graph, or of prompt chunks."""
+
+    buffer: PartBuffer
+    live: NDArray[np.int64]  # which of the launch's live rows, in the order of the buffer's rows
+
+
+@dataclass
+class StepFlight:
+    """See `Flight`."""
+
+    live: LiveRows  # as launched
+    gens: NDArray[np.uint32]  # of their slots
+    num_logprobs: NDArray[np.int64]  # as SlotInit.n_logprobs
+    buffer: StepBuffer
+    pool: BufferPool
+    wall_ns: Callable[[int, int], tuple[int, int]]
+    hear: Callable[[Shortfall], None]
+    parts: list[Part] = field(default_factory=list)
+    ready: Mark | None = None
+    tail: Mark | None = None
+    tail_status: int = 0
+    prompt: Callable[[LiveRows], Sequence[PromptLogprobs]] | None = None
+    settle_masks: Callable[[LiveRows, Sampled], Sampled] | None = None
+    settle_group: Callable[[], tuple[bytes, bytes]] | None = None
+    kept: list[object] = field(default_factory=list)  # memory that the device still reads
+
+    def wait(self) -> tuple[int, int]:
+        """See `Flight`."""
+        assert self.ready is not None
+        self.ready.wait()
+        begin, end = self.buffer.stamps.tolist()
+        return self.wall_ns(begin, end)
+
+    def sampled(self, live: LiveRows) -> Sampled:
+        """See `Flight`."""
+        if self.settle_group is None:
+            return self._sampled(live)
+        experts = self.settle_group()  # first: of exchanges that failed rows are not a number
+        return self._sampled(live)._replace(experts=experts)
+
+    def _sampled(self, live: LiveRows) -> Sampled:
+        num = len(self.live.rows)
+        flags, tokens = np.zeros(num, np.int32), np.zeros(num, np.int32)
+        logprobs = np.zeros(num, np.float32)
+        top_ids, top_logprobs = [_NO_IDS] * num, [_NO_LOGPROBS] * num
+        for part in self.parts:
+            at, buffer = part.live, part.buffer
+            count = len(at)
+            flags[at] = buffer.flags[:count].numpy()
+            tokens[at] = buffer.out.tokens[:count].numpy()
+            logprobs[at] = buffer.out.logprobs[:count].numpy()
+            gave = (flags[at] & RowFlag.FINITE) != 0
+            for j in np.flatnonzero(gave & (self.num_logprobs[at] > 0)).tolist():
+                top, width = int(at[j]), int(self.num_logprobs[at[j]])
+                top_ids[top] = buffer.out.top_ids[j, :width].numpy().copy()
+                top_logprobs[top] = buffer.out.top_logprobs[j, :width].numpy().copy()
+        chosen = np.searchsorted(self.live.rows, live.rows)
+        missing = np.ones(len(live.rows), bool)
+        there = chosen < num
+        missing[there] = self.live.rows[chosen[there]] != live.rows[there]
+        missing[~missing] = (flags[chosen[~missing]] & RowFlag.LIVE) == 0
+        if missing.any():
+            row = int(live.rows[missing][0])
+            raise RuntimeError(f"row {row}: the device took its request for done")
+        gave = (flags[chosen] & RowFlag.FINITE) != 0
+        asks = gave & (self.num_logprobs[chosen] >= 0)
+        found = Sampled(
+            np.where(gave, tokens[chosen], 0).astype(np.int32),
+            gave | ((flags[chosen] & RowFlag.DONE) == 0),  # else it merely sampled nothing
+            np.where(asks, logprobs[chosen], 0).astype(np.float32),
+            [top_ids[i] for i in chosen.tolist()],
+            [top_logprobs[i] for i in chosen.tolist()],
+        )
+        if self.prompt is not None:
+            found = found._replace(prompt=self.prompt(live))
+        return found if self.settle_masks is None else self.settle_masks(live, found)
+
+    def settled(self, live: LiveRows, result: NDArray[np.void]) -> None:
+        """See `Flight`."""
+        launched = self.live
+        positions, tokens = launched.counts.copy(), launched.samples.astype(np.int64)
+        at = np.searchsorted(launched.rows, live.rows)
+        own = result[live.rows]
+        positions[at] -= own["kv_len"].astype(np.int64) - live.starts
+        tokens[at] -= own["num_tokens"]
+        ended = np.ones(len(positions), bool)  # what was not live any more is over
+        ended[at] = ~_GOES_ON[own["done_reason"]]
+        if positions.any() or tokens.any() or ended.any():
+            self.hear(Shortfall(launched.slots, self.gens, positions, tokens, ended))
+
+    def failed(self) -> None:
+        """See `Flight`."""
+        none, ended = np.zeros(len(self.gens), np.int64), np.ones(len(self.gens), bool)
+        self.hear(Shortfall(self.live.slots, self.gens, none, none, ended))
+
+    def wait_tail(self) -> None:
+        """See `Flight`."""
+        assert self.tail is not None
+        self.tail.wait()
+
+    def land(self) -> None:
+        """See `Flight`."""
+        self.kept.clear()
+        self.pool.give(self.buffer)

@@ -1,0 +1,429 @@
+"""Puts steps on a device one behind the other, without waiting for what the ones before sampled."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deepmesh.wire.messages import (
+    BlockOp,
+    Capacity,
+    PromptLogprobs,
+    RowMode,
+    SlotInit,
+    SubmitStep,
+)
+from kernels.sampling.sample_cuda import MAX_TOP
+from kernels.step.slots_portable import NO_SLOT, Sampling
+from services.executor.batch import StepBatch
+from services.executor.flights import Settling
+from services.executor.gpu.ahead import AheadSlots
+from services.executor.gpu.decode_step import DecodeStep
+from services.executor.gpu.flight import (
+    BufferPool,
+    LoadsBuffer,
+    Part,
+    PartBuffer,
+    StepBuffer,
+    StepFlight,
+)
+from services.executor.gpu.masking import Masking
+from services.executor.gpu.prompt_scores import PromptScores
+from services.executor.gpu.sampler import DeviceSampler
+from services.executor.gpu.slots import DeviceSlots
+from services.executor.gpu.stream import DeviceStream
+from services.executor.interface import LiveRows
+from services.executor.masks.grammar_masks import GrammarMasks
+from services.executor.model_config import ModelConfig
+from services.executor.prompt_logprobs import wanted_logits
+from services.executor.slots import SlotTable
+
+_log = logging.getLogger(__name__)
+
+
+class Forwards(Protocol):
+    """What computes rows; nothing here waits for the device."""
+
+    @property
+    def has_two_classes(self) -> bool:
+        """Whether `prefill` gives other bits than programs: then it computes prompts alone."""
+        ...
+
+    @property
+    def logits(self) -> Sequence[Tensor]:
+        """All that `decode` may return."""
+        ...
+
+    def step(self, num_rows: int) -> DecodeStep:
+        """To be filled for a decode step of so many rows, padding behind them."""
+        ...
+
+    def decode(self, step: DecodeStep) -> Tensor:
+        """[step.num_tokens, vocab_size] logits, float32, on the device, of what fills it by then;
+        they stay until the next call."""
+        ...
+
+    def prefill(self, batch: StepBatch, padded: int = 0) -> Tensor:
+        """Prompt chunks: [wanted, vocab_size] logits, float32, on the device.
+
+        Args:
+            padded: in a group of ranks, tokens of the one that has most.
+        """
+        ...
+
+    def serve(self, padded: int) -> None:
+        """This rank's part in `prefill` of other ranks of its group."""
+        ...
+
+
+class GroupSteps(Protocol):
+    """What a step of a group does beside its rows."""
+
+    @property
+    def loads_shape(self) -> tuple[int, int]:
+        """Layers and experts."""
+        ...
+
+    def enter(self, step: SubmitStep) -> None:
+        """On the current stream, before anything is exchanged.
+
+        Raises:
+            GroupLost: there is no such group any more.
+        """
+        ...
+
+    def leave(self, step: SubmitStep, room: LoadsBuffer) -> Callable[[], tuple[bytes, bytes]]:
+        """Behind all else. Returns what settles it, once the step is over: StepResult.expert_rows
+        and .expert_loads; raises GroupLost if an exchange failed."""
+        ...
+
+
+class _Passes(NamedTuple):
+    """The forwards of a step."""
+
+    is_decode: NDArray[np.bool_]  # live rows of a forward of decode rows
+    again: NDArray[np.bool_]  # the same, whose positions before the last one are walked first
+    rest: NDArray[np.int64]  # those of the forward of prompts
+    decode_rows: int
+    walks: int  # forwards before that
+    prefill_tokens: int
+
+
+class Launcher:
+    """All that steps of one model on one device have in common. Only the launching thread comes
+    here, but for `close`.
+
+    A decode row, one output token behind the newest id, is computed from its slot's state by the
+    program of the step's bucket. Prompt chunks go through the eager forward, with ids that the host
+    knows. What takes longer:
+    - a step with grammars waits, between forward and sampling, until the steps before are settled
+      and the masks are there;
+    - output that is computed again goes token by token through the decode program, if prompts have
+      kernels of their own;
+    - log-probabilities of prompts are worked out on the device, and copied with the tokens.
+    Requests with more stop ids than a slot holds end when the host has seen the token.
+
+    In a group of ranks a step is the forwards that its descriptor names, on each of them.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        capacity: Capacity,
+        compressed_ids: Tensor,
+        forwards: Forwards,
+        stream: DeviceStream,
+        *,
+        max_rows: int,
+        masks: GrammarMasks | None,
+        run_ops: Callable[[Sequence[BlockOp]], None],
+        group: GroupSteps | None = None,
+    ) -> None:
+        """
+        Args:
+            max_rows: of a step.
+            run_ops: launches operations on blocks.
+            group: of ranks that share the experts; None: this one is alone.
+        """
+        self._group = group
+        self._config, self._capacity = config, capacity
+        self._forwards, self._stream, self._run_ops = forwards, stream, run_ops
+        self._max_rows = max_rows
+        with stream.on():
+            self._device = DeviceSlots(
+                config, capacity, compressed_ids, 2 * max_rows, stream.device
+            )
+            self._sampler = DeviceSampler(
+                capacity.num_slots, config.vocab_size, max_rows, stream.device
+            )
+            for logits in forwards.logits:
+                self._sampler.capture(logits, *self._device.part(0, len(logits)))
+        self._masking = Masking(masks, self._sampler, self._copy)
+        words = self._sampler.out.all.shape[0]
+        loads = (0, 0) if group is None else group.loads_shape
+        self._pool = BufferPool(lambda: StepBuffer(stream, max_rows, words, loads))
+        self._exact: SlotTable | None = None  # of the epoch that `_ahead` is of
+        self._ahead = self._new_epoch()
+
+    @property
+    def has_two_classes(self) -> bool:
+        """See `Forwards`."""
+        return self._forwards.has_two_classes
+
+    def close(self) -> None:
+        """A launch that waits for memory ends now."""
+        self._pool.close()
+
+    def _new_epoch(self) -> AheadSlots:
+        return AheadSlots(
+            self._capacity,
+            on_open=self._open,
+            on_append=self._device.append,
+            on_end=self._device.end,
+        )
+
+    def _open(self, init: SlotInit) -> None:
+        assert init.n_logprobs <= MAX_TOP, f"init: {init.n_logprobs} best ids of {MAX_TOP}"
+        self._device.open(init)
+        self._sampler.stage(self._ahead.sample_row(init.slot))
+
+    # ------------------------------------------------------------ a step
+
+    @torch.inference_mode()
+    def launch(self, settling: Settling, behind: Callable[[], None]) -> StepFlight:
+        """See `LaunchEngine`."""
+        if settling.slots is not self._exact:
+            self._exact, self._ahead = settling.slots, self._new_epoch()
+        ahead, turn, buffer = self._ahead, settling.turn, self._pool.take()
+        try:
+            with self._stream.on():
+                ahead.catch_up()
+                before = turn.enter(ahead)
+                if before:
+                    self._run_ops(before)
+                if self._group is not None:
+                    self._group.enter(turn.step)
+                live = ahead.resolve(turn.rows)
+                flight = self._flight(live, buffer)
+                self._send_changes(buffer.changes, flight.kept)
+                self._sampler.flush(self._copy)
+                if len(live.rows) or self._group is not None:
+                    self._launch_rows(flight, settling, behind)
+                else:
+                    self._device.stamp(buffer.begin, buffer.end)
+                if self._group is not None:
+                    flight.settle_group = self._group.leave(turn.step, buffer.loads)
+                ahead.project(live, turn.step.step_id)
+                flight.ready = flight.tail = self._stream.mark()
+                if after := [op for op in turn.step.ops if op.after]:
+                    flight.tail_status = self._run_after(after)
+                    flight.tail = self._stream.mark()
+        except Exception:
+            ahead.fail(turn.rows)
+            with contextlib.suppress(RuntimeError), self._stream.on():
+                self._stream.mark().wait()  # the device may read the buffer yet
+            self._pool.give(buffer)
+            raise
+        return flight
+
+    def _flight(self, live: LiveRows, buffer: StepBuffer) -> StepFlight:
+        ahead = self._ahead
+        return StepFlight(
+            live=live,
+            gens=ahead.gen[live.slots],
+            num_logprobs=ahead.num_logprobs[live.slots],
+            buffer=buffer,
+            pool=self._pool,
+            wall_ns=self._stream.wall_ns,
+            hear=ahead.hear,
+        )
+
+    def _run_after(self, ops: Sequence[BlockOp]) -> int:
+        try:
+            self._run_ops(ops)
+        except Exception:  # the rows are not to blame: the operations report it
+            _log.exception("operations behind a step failed")
+            return 1
+        return 0
+
+    def _send_changes(self, room: Tensor, kept: list[object]) -> None:
+        """`room`: shared memory for them; more than fits takes memory of its own."""
+        changes = self._device.changes.take()
+        if not len(changes):
+            return
+        if len(changes) > len(room):
+            room = self._stream.shared(*changes.shape)
+            kept.append(room)
+        room[: len(changes)] = torch.from_numpy(changes)
+        self._device.apply(room.data_ptr(), len(changes))
+
+    def _copy(self, to: Tensor, values: NDArray[np.int32]) -> None:
+        given = torch.from_numpy(values)
+        if to.is_cuda:
+            given = given.pin_memory()  # its memory is not reused before the copy is made
+        to.copy_(given.view(to.shape), non_blocking=True)
+
+    # ------------------------------------------------------------ rows
+
+    def _launch_rows(
+        self, flight: StepFlight, settling: Settling, behind: Callable[[], None]
+    ) -> None:
+        live = flight.live
+        passes = self._passes(live, settling)
+        decode, rest = np.flatnonzero(passes.is_decode | passes.again), passes.rest
+        rest = rest[np.argsort(~live.samples[rest], kind="stable")]  # those that sample come first
+        self._ahead.check_known(_some(live, np.flatnonzero(~passes.is_decode)))
+        if passes.walks:
+            self._walk(_some(live, np.flatnonzero(passes.again)), passes, flight.kept)
+        first, second = flight.buffer.parts
+        begin, end = flight.buffer.begin, flight.buffer.end
+        parts: list[tuple[Part, int, int, Tensor]] = []  # first row, rows, logits
+        if passes.decode_rows:
+            logits = self._decode(first, _some(live, decode), passes.decode_rows, begin)
+            parts.append((Part(first, decode), 0, len(logits), logits))
+        if len(rest):
+            some = _some(live, rest)
+            _fill(second, some, len(rest))
+            given = second.given.data_ptr()
+            self._device.begin(given, self._max_rows, len(rest), 0 if parts else begin)
+            logits = self._prefill(some, flight, passes.prefill_tokens)
+            parts.append((Part(second, rest), self._max_rows, len(rest), logits))
+        elif passes.prefill_tokens:
+            if not parts:
+                self._device.stamp(begin)
+            self._forwards.serve(passes.prefill_tokens)
+        states = self._masking.collect(flight, settling, behind) if len(live.rows) else None
+        for part, at, count, logits in parts:
+            if len(logits):
+                self._sample(part, at, logits, live.slots, states)
+            buffer, out = part.buffer, self._sampler.out
+            results = buffer.flags.data_ptr(), buffer.ends.data_ptr()
+            stamp = end if part is parts[-1][0] else 0
+            self._device.advance(at, count, (out.tokens, out.found), results, stamp)
+        if not parts:
+            self._device.stamp(end) if passes.prefill_tokens else self._device.stamp(begin, end)
+        flight.parts = [part for part, *_ in parts]
+
+    def _passes(self, live: LiveRows, settling: Settling) -> _Passes:
+        """Which forward computes each row, and how large it is.
+
+        Raises:
+            RuntimeError: rows do not fit what a group agreed on.
+        """
+        ahead, counts = self._ahead, live.counts
+        newest = ahead.newest(live)
+        if self._group is None:
+            again = np.zeros_like(newest)
+            if self._forwards.has_two_classes:
+                again = ~newest & (live.starts >= ahead.prompt_len[live.slots])
+            rest = np.flatnonzero(~(newest | again))
+            num_rows = int(np.count_nonzero(newest | again))
+            walks = int(counts[again].max(initial=1)) - 1
+            return _Passes(newest, again, rest, num_rows, walks, int(counts[rest].sum()))
+        agreed = settling.turn.step.descriptor
+        by_decode = settling.turn.rows["mode"][live.rows] != RowMode.PREFILL
+        again, rest = by_decode & ~newest, np.flatnonzero(~by_decode)
+        walks = int(counts[again].max(initial=1)) - 1
+        ours = int(by_decode.sum()), walks, int(counts[rest].sum())
+        theirs = agreed.decode_rows, agreed.walks, agreed.prefill_tokens
+        if any(own > most for own, most in zip(ours, theirs, strict=True)):
+            raise RuntimeError(
+                f"this rank has {ours} of decode rows, walks and prompt tokens, the"
+                f" group agreed on {theirs}"
+            )
+        return _Passes(by_decode & newest, again, rest, *theirs)
+
+    def _decode(self, buffer: PartBuffer, live: LiveRows, num_rows: int, stamp: int = 0) -> Tensor:
+        """Logits of one position of each row."""
+        step = self._forwards.step(num_rows)
+        count = step.num_tokens
+        _fill(buffer, live._replace(counts=np.ones_like(live.counts)), count)
+        self._device.begin(buffer.given.data_ptr(), 0, count, stamp)
+        self._device.plan(step)
+        return self._forwards.decode(step)
+
+    def _walk(self, live: LiveRows, passes: _Passes, kept: list[object]) -> None:
+        """Output whose ids are known, but for the last position of each row: token by token, as it
+        was computed before."""
+        ahead, changes = self._ahead, self._device
+        for j in range(passes.walks + 1):
+            going = _some(live, np.flatnonzero(live.counts > j))
+            for slot, start in zip(going.slots.tolist(), going.starts.tolist(), strict=True):
+                changes.set_recent(slot, ahead.tokens[slot, : start + j + 1])
+            self._send_changes(self._stream.shared(0, 2), kept)
+            if j == passes.walks:
+                continue
+            going = _some(live, np.flatnonzero(live.counts > j + 1))
+            part = PartBuffer(self._stream, self._max_rows, 0)
+            kept.append(part)
+            nothing = going._replace(samples=np.zeros_like(going.samples))
+            num_rows = len(going.rows) if self._group is None else passes.decode_rows
+            count = len(self._decode(part, nothing, num_rows))
+            out, results = self._sampler.out, (part.flags.data_ptr(), part.ends.data_ptr())
+            self._device.advance(0, count, (out.tokens, out.found), results)
+
+    def _prefill(self, live: LiveRows, flight: StepFlight, padded: int) -> Tensor:
+        """Logits of the rows that sample."""
+        ahead = self._ahead
+        wanted = wanted_logits(live, ahead)
+        batch = StepBatch.of_slots(live, ahead, wanted, self._config.context_ids)
+        logits = self._forwards.prefill(batch, padded)
+        if int(wanted.sum()) == int(live.samples.sum()):
+            return logits
+        scores = PromptScores(
+            logits, wanted, live, ahead, copy=self._copy, shared=self._stream.shared
+        )
+
+        def prompt(settled: LiveRows) -> list[PromptLogprobs]:
+            return [one for one in scores.messages() if one.row in settled.rows]
+
+        flight.prompt = prompt
+        asking = np.cumsum(wanted)[live.samples] - 1
+        index = torch.empty(len(asking), dtype=torch.int32, device=logits.device)
+        self._copy(index, asking.astype(np.int32))
+        return logits[index]
+
+    # ------------------------------------------------------------ sampling
+
+    def _sample(
+        self,
+        part: Part,
+        first: int,
+        logits: Tensor,
+        slots: NDArray[np.int64],
+        states: NDArray[np.uint8] | None,
+    ) -> None:
+        count = logits.shape[0]
+        if states is None:
+            self._masking.free()
+        else:
+            some = part.live[:count]
+            self._masking.send(slots[some], states[some])
+        rows, positions = self._device.part(first, count)
+        self._sampler.sample(logits, rows, positions)
+        part.buffer.out.all.copy_(self._sampler.out.all, non_blocking=True)
+
+
+def _some(live: LiveRows, index: NDArray[np.int64]) -> LiveRows:
+    return LiveRows(
+        rows=live.rows[index],
+        slots=live.slots[index],
+        starts=live.starts[index],
+        counts=live.counts[index],
+        samples=live.samples[index],
+        drafted=live.drafted[index],
+        masked=live.masked[index],
+    )
+
+
+def _fill(buffer: PartBuffer, live: LiveRows, count: int) -> None:
+    """`count` rows for the device, padding behind those that live."""
+    given, num = buffer.rows, len(live.rows)
+    given[num:count] = NO_SLOT
+    given[:num, 0], given[:num, 1] = live.slots, live.counts
+    given[:num, 2] = np.where(live.samples, Sampling.TOKEN, Sampling.NOTHING)

@@ -1,0 +1,1 @@
+"""Fuzz targets, functions of bytes: `make fuzz` drives them by coverage, CI by Hypothesis."""

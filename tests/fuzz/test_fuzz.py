@@ -1,0 +1,56 @@
+"""Every target: inputs of former finds, and structure-aware ones that Hypothesis makes up."""
+
+import resource
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.fuzz import corpus
+from tests.fuzz.services import logging_nothing
+from tests.fuzz.targets import TARGETS
+
+BUDGET_S = 2.0  # of a target; the corpus comes first, and always whole
+LIMIT_S = 1.0  # of one input, in CPU time: other processes have their share of the machine
+MEMORY_KB = 400 << 10  # that all inputs of a target may add to what the process has used
+
+
+def run(name: str, data: bytes) -> None:
+    """One input, within its time."""
+    began = time.process_time()
+    TARGETS[name](data)
+    took_s = time.process_time() - began
+    assert took_s < LIMIT_S, f"{took_s:.2f} s for {data.hex()}"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet() -> Iterator[None]:
+    with logging_nothing():
+        yield
+
+
+@pytest.mark.parametrize("name", sorted(TARGETS))
+def test_nothing_escapes_hangs_or_grows(name: str) -> None:
+    TARGETS[name](b"")  # imports, caches, seeds of its own
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for data in corpus.read(name):
+        run(name, data)
+    until = time.process_time() + BUDGET_S
+
+    @settings(
+        max_examples=300,
+        derandomize=True,  # `make fuzz` looks for what is new
+        phases=(Phase.generate,),  # shrinking takes minutes, and bytes say little
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.binary(max_size=160))
+    def explore(data: bytes) -> None:
+        if time.process_time() < until:
+            run(name, data)
+
+    explore()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MEMORY_KB
