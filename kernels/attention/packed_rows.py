@@ -55,6 +55,16 @@ def unpack_window_rows(rows: Tensor) -> Tensor:
     return codes.view(torch.float8_e4m3fn).float() * scale.repeat_interleave(32, 1)
 
 
+def window_values(rows: Tensor) -> Tensor:
+    """As `unpack_window_rows`, of [..., bytes] and without a look at the host."""
+    dim = rows.shape[-1] * 32 // 33
+    codes = rows[..., :dim].unflatten(-1, (-1, 2, 2)).transpose(-1, -2).flatten(-3).contiguous()
+    scales = rows[..., dim:].unflatten(-1, (4, -1)).transpose(-1, -2).flatten(-2)
+    scales = (scales.int() << 23).view(torch.float32)
+    groups = codes.view(torch.float8_e4m3fn).float().unflatten(-1, (-1, 32))
+    return (groups * scales.unsqueeze(-1)).flatten(-2)
+
+
 def pack_compressed_rows(x: Tensor) -> Tensor:
     """`round_fp4_e4m3` of x [n, dim], float32, dim a multiple of 128 -> uint8 rows."""
     groups = x.unflatten(1, (-1, 16))

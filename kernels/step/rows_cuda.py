@@ -161,7 +161,8 @@ def pool_rows(
     Args:
         both: [num_tokens, 2 · dim], float32: values | gates.
         positions, blocks: [num_tokens], int32; an even position replaces its block of `kept`, an
-            odd one is pooled with it; negative: neither. No block twice.
+            odd one is pooled with it; negative: neither. No block twice, but of an even position
+            and the odd one behind it, the next token: that is pooled with this one.
         kept: [num_blocks, 2, dim], float32; blocks are some stride apart.
     Returns:
         [num_tokens, dim], undefined but for odd positions.

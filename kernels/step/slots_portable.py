@@ -23,6 +23,7 @@ class Sampling(IntEnum):
     NOTHING = 0
     TOKEN = 1
     MISSED = 2  # it would, but its mask is not there: the position is computed again
+    KEPT = 3  # it has sampled already: what was written stays
 
 
 class RowFlag(IntFlag):
@@ -42,6 +43,7 @@ class SlotArrays:
     max_len: Tensor  # [slots]
     done: Tensor  # [slots]: rows are null rows
     state_block: Tensor  # [slots]
+    drafted: Tensor  # [slots]: length of the sequence that the slot's drafts continue; -1: none
     recent: Tensor  # [slots, order]: the newest ids, newest first, -1 for none
     stops: Tensor  # [slots, num_stops]: ids that end the request, -1 for none
     global_blocks: Tensor  # [slots, max_blocks]; as the next, meaningless where none was given
@@ -52,7 +54,7 @@ class SlotArrays:
         num_slots: int, order: int, num_stops: int, max_blocks: int, device: torch.device
     ) -> "SlotArrays":
         """All slots done."""
-        shapes = [(num_slots,)] * 4
+        shapes = [(num_slots,)] * 5
         shapes += [(num_slots, n) for n in (order, num_stops, max_blocks, max_blocks)]
         sizes = [torch.Size(shape).numel() for shape in shapes]
         state = torch.full((sum(sizes),), -1, dtype=torch.int32, device=device)
@@ -127,10 +129,13 @@ def plan_tokens(
     tables: tuple[Tensor, ...],
     out: tuple[Tensor, ...],
     block: int,
+    drafts: tuple[Tensor, Tensor, tuple[int, int]] | None = None,
 ) -> None:
     """One token of each row: ids, slots of the window, angles.
 
     Args:
+        drafts: `DraftTables.place_of`, `DraftArrays.ids` and `DraftState.spare` if some tokens
+            stand behind drafts: rows are tokens then.
         tables: compressed ids [vocab_size], int64; cosines and sines of both rotations,
             [positions, rope_dim / 2], float32.
         out: ids, last_ids, blocks, state_blocks, window_slots, window_writes, cosines and sines
@@ -142,8 +147,10 @@ def plan_tokens(
     assert order == arrays.recent.shape[1]
     assert max_blocks == arrays.global_blocks.shape[1]
     state = (arrays.recent, arrays.state_block, arrays.global_blocks, arrays.window_blocks)
+    places, ids, spare = drafts or (None, None, (0, 0))
+    behind = (places, ids, 0 if ids is None else ids.shape[1], *spare)
     sizes = (order, max_blocks, block, window, half, max(order, max_blocks, window, half))
-    _run("plan_tokens", rows, positions, count, *state, *tables, *sizes, *out)
+    _run("plan_tokens", rows, positions, count, *state, *behind, *tables, *sizes, *out)
 
 
 def plan_entries(

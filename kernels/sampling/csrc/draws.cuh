@@ -14,7 +14,7 @@ constexpr int kSummed = 1024;  // exponentials added in float before they join t
 
 enum Has : int32_t { kPenalties = 1, kBias = 2, kBans = 4, kStops = 8, kWords = 16 };
 enum MaskState : int32_t { kMask = 1, kFree = 2 };
-enum Sampling : int32_t { kToken = 1, kMissed = 2 };  // what a row does behind its last position
+enum Sampling : int32_t { kToken = 1, kMissed = 2, kKept = 3 };  // what a row does behind its last position
 constexpr int32_t kInPrompt = 1 << 30;  // beside the count in the output
 
 struct Record {  // of a slot
@@ -231,6 +231,7 @@ BOTH uint64_t needed(float top_p, uint64_t kept) {
 // ---------------------------------------------------------------- results
 
 BOTH void write_nothing(const Arguments& a, int64_t r) {
+  if (a.rows[3 * r + 2] == kKept && a.rows[3 * r] >= 0) return;  // what an earlier call wrote
   for (int64_t plane = 0; plane < 4; ++plane) a.out[plane * a.out_rows + r] = 0;
   int32_t& what = a.rows[3 * r + 2];
   const int32_t state = a.states[r];

@@ -482,14 +482,16 @@ __global__ void __launch_bounds__(kThreads)
     for (int at = threadIdx.x; at < 2 * dim; at += kThreads) state[at] = own[at];
     return;
   }
+  const bool joins = token > 0 && blocks[token - 1] == block && positions[token - 1] == position - 1;
+  const float* const even = joins ? own - 2 * dim : state;
   float values[kOwn], squares[1] = {0.f};
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
     const int c = threadIdx.x + i * kThreads;
     values[i] = 0.f;
     if (c >= dim) continue;
-    const float first = sigmoid(state[dim + c] - own[dim + c]);
-    values[i] = round_bf16(__fadd_rn(__fmul_rn(first, state[c]), __fmul_rn(1.f - first, own[c])));
+    const float first = sigmoid(even[dim + c] - own[dim + c]);
+    values[i] = round_bf16(__fadd_rn(__fmul_rn(first, even[c]), __fmul_rn(1.f - first, own[c])));
     squares[0] = fmaf(values[i], values[i], squares[0]);
   }
   block_sums<1>(squares, sums);

@@ -67,9 +67,10 @@ struct Begin {
 
 struct Tokens {
   const int32_t *rows, *positions, *recent, *state_block, *global_blocks, *window_blocks;
+  const int32_t *places, *drafts;  // null: no token stands behind a draft
   const int64_t* compressed_ids;
   const float *plain_cos, *plain_sin, *turned_cos, *turned_sin;
-  int64_t order, max_blocks, block, window, half, width;
+  int64_t num_drafts, first_spare, num_spare, order, max_blocks, block, window, half, width;
   int32_t* ids;
   int64_t* last_ids;
   int32_t *blocks, *state_blocks, *window_slots, *window_writes;
@@ -78,14 +79,16 @@ struct Tokens {
   BOTH void operator()(int64_t i) const {
     const int64_t token = i / width, c = i % width, slot = rows[kRow * token], at = positions[token];
     const bool live = slot >= 0;
+    const int64_t place = places && live ? places[token] : 0;
     const int32_t* window_table = window_blocks + slot * max_blocks;
     if (c == 0) {
-      ids[token] = live ? recent[slot * order] : 0;
-      state_blocks[token] = live ? state_block[slot] : -1;
+      ids[token] = live ? newest(slot, place, 0) : 0;
+      const int64_t pair = at / 2 - (at - place) / 2;  // each after the first one keeps to itself
+      state_blocks[token] = !live ? -1 : pair ? first_spare + slot * num_spare + pair - 1 : state_block[slot];
       window_writes[token] = live ? slot_of(window_table, at, block) : -1;
     }
     if (c < order) {
-      const int32_t id = live ? recent[slot * order + c] : -1;
+      const int32_t id = live ? newest(slot, place, c) : -1;
       last_ids[token * order + c] = id < 0 ? -1 : compressed_ids[id];
     }
     if (c < max_blocks) blocks[token * max_blocks + c] = live && c <= at / block ? global_blocks[slot * max_blocks + c] : -1;
@@ -97,6 +100,10 @@ struct Tokens {
       turned_cos_out[to] = live ? turned_cos[from] : 0.0f;
       turned_sin_out[to] = live ? turned_sin[from] : 0.0f;
     }
+  }
+  // The id so far back from the one behind `place` drafts.
+  BOTH int32_t newest(int64_t slot, int64_t place, int64_t back) const {
+    return back < place ? drafts[slot * num_drafts + place - 1 - back] : recent[slot * order + back - place];
   }
 };
 
@@ -177,17 +184,18 @@ extern "C" int begin_rows(int32_t* rows, int32_t* positions, const int32_t* give
 
 extern "C" int plan_tokens(const int32_t* rows, const int32_t* positions, int64_t count, const int32_t* recent,
                            const int32_t* state_block, const int32_t* global_blocks, const int32_t* window_blocks,
-                           const int64_t* compressed_ids, const float* plain_cos, const float* plain_sin,
+                           const int32_t* places, const int32_t* drafts, int64_t num_drafts, int64_t first_spare,
+                           int64_t num_spare, const int64_t* compressed_ids, const float* plain_cos, const float* plain_sin,
                            const float* turned_cos, const float* turned_sin, int64_t order, int64_t max_blocks,
                            int64_t block, int64_t window, int64_t half, int64_t width, int32_t* ids, int64_t* last_ids,
                            int32_t* blocks, int32_t* state_blocks, int32_t* window_slots, int32_t* window_writes,
                            float* plain_cos_out, float* plain_sin_out, float* turned_cos_out, float* turned_sin_out,
                            void* stream) {
   return for_each(count * width,
-                  Tokens{rows, positions, recent, state_block, global_blocks, window_blocks, compressed_ids, plain_cos,
-                         plain_sin, turned_cos, turned_sin, order, max_blocks, block, window, half, width, ids,
-                         last_ids, blocks, state_blocks, window_slots, window_writes, plain_cos_out, plain_sin_out,
-                         turned_cos_out, turned_sin_out},
+                  Tokens{rows, positions, recent, state_block, global_blocks, window_blocks, places, drafts,
+                         compressed_ids, plain_cos, plain_sin, turned_cos, turned_sin, num_drafts, first_spare,
+                         num_spare, order, max_blocks, block, window, half, width, ids, last_ids, blocks, state_blocks,
+                         window_slots, window_writes, plain_cos_out, plain_sin_out, turned_cos_out, turned_sin_out},
                   stream);
 }
 

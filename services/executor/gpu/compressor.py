@@ -76,10 +76,15 @@ class DeviceCompressor:
         if self._device.is_hopper and head_dim <= MAX_POOLED:
             place = step.positions, step.state_blocks
             return pool_rows(both, *place, kept, self._norm, eps)
-        # the null block, always zero, stands for padding rows, which write its zeros back
-        blocks = torch.where(step.state_blocks < 0, kept.shape[0] - 1, step.state_blocks).long()
+        # the null block, always zero, stands for tokens that keep nothing: they write zeros there
+        null, positions = kept.shape[0] - 1, step.positions
+        blocks = torch.where(step.state_blocks < 0, null, step.state_blocks).long()
         before = kept[blocks].flatten(1)
-        keeps = (step.positions >= 0) & (step.positions % 2 == 0)
-        kept[blocks] = torch.where(keeps.unsqueeze(1), both, before).unflatten(1, (2, -1))
+        joins = (blocks[1:] == blocks[:-1]) & (positions[1:] == positions[:-1] + 1)
+        joins &= positions[1:] % 2 == 1  # with the token before it, of the same step
+        before[1:] = torch.where(joins.unsqueeze(1), both[:-1], before[1:])
+        keeps = (positions >= 0) & (positions % 2 == 0)
+        held = torch.where(keeps.unsqueeze(1), both, 0.0).unflatten(1, (2, -1))
+        kept[torch.where(keeps, blocks, null)] = held
         pooled = pool_pairs_portable(before, both, bf16=self._device.numerics.bf16)
         return self._device.rms_norm(pooled.to(self._device.dtype), self._norm, eps)

@@ -10,6 +10,7 @@ from services.executor.batch import StepBatch
 from services.executor.eplb import ExpertRoom
 from services.executor.gpu.aside import NONE_ASIDE, Asides
 from services.executor.gpu.decode_step import DecodeStep
+from services.executor.gpu.drafter import DeviceDrafter
 from services.executor.gpu.exchanged import GroupExchange
 from services.executor.gpu.hyper import Behind, DeviceLast, begin, means
 from services.executor.gpu.indexer import DeviceSelections
@@ -40,6 +41,7 @@ def load_device_model(
     ranks: int = 1,
     redundant: int = 0,
     exchange: OneSidedExchange | None = None,
+    drafts: bool = False,
 ) -> "DeviceModel":
     """The model of a checkpoint folder on `device`, with the experts of `rank`.
 
@@ -48,6 +50,7 @@ def load_device_model(
         fast: run the kernels made for Hopper where they have code; ignored on "cpu".
         redundant: copies of experts of a layer, over all ranks.
         exchange: reaches the other ranks; needed if there are any.
+        drafts: see `DeviceModel`.
     Raises: as `load_model`.
     """
     config = load_config(path)
@@ -63,7 +66,7 @@ def load_device_model(
     name = torch.device(device)
     fast = fast and name.type == "cuda"
     device_of = Device(name, Numerics.named(numerics), fast)
-    return DeviceModel(config, weights, numerics, device_of, exchange)
+    return DeviceModel(config, weights, numerics, device_of, exchange, drafts=drafts)
 
 
 class DeviceModel:
@@ -76,8 +79,12 @@ class DeviceModel:
         numerics: str,
         device: Device,
         exchange: OneSidedExchange | None = None,
+        *,
+        drafts: bool = False,
     ) -> None:
         """
+        Args:
+            drafts: the draft stages come to the device, too.
         Raises:
             ValueError: not all experts are here, and there is no exchange.
         """
@@ -99,9 +106,12 @@ class DeviceModel:
             DeviceLayer(config, index, layer, pad_id, device, self.group)
             for index, layer in enumerate(weights.layers)
         ]
-        self._feed = None
+        self._feed = self.drafter = None
         if weights.draft is not None:
             self._feed = DeviceFeed(config, weights.draft, device)
+            if drafts:
+                parts = weights.draft, self._embed, self._head
+                self.drafter = DeviceDrafter(config, *parts, device)
         # of positions below the length of a prompt; None: `forward` computes all
         self.prefill = prefill_model(config, weights, device, self.group)
 

@@ -34,13 +34,16 @@ def random_device_model(
     device: str = "cuda",
     seed: int = 0,
     fast: bool = True,
+    drafts: bool = False,
 ) -> DeviceModel:
     """A model of any shape; values as `random_weights` draws them.
 
     Args:
         raw: config.json, perhaps of `preset_config`; Engram takes every id for itself.
+        drafts: see `DeviceModel`.
     """
-    model, _ = random_device_parts(raw, numerics=numerics, device=device, seed=seed, fast=fast)
+    how = {"numerics": numerics, "device": device}
+    model, _ = random_device_parts(raw, **how, seed=seed, fast=fast, drafts=drafts)
     return model
 
 
@@ -51,6 +54,7 @@ def random_device_parts(
     device: str = "cuda",
     seed: int = 0,
     fast: bool = True,
+    drafts: bool = False,
 ) -> tuple[DeviceModel, list[Tensor]]:
     """`random_device_model`, and the biases of its routers by layer, which it looks at anew in
     each step."""
@@ -60,7 +64,7 @@ def random_device_parts(
     weights = RandomReader(config, name, seed).model(Path())
     how = Device(name, Numerics.named(numerics), fast and name.type == "cuda")
     biases = [layer.moe.bias for layer in weights.layers]
-    return DeviceModel(config, weights, numerics, how), biases
+    return DeviceModel(config, weights, numerics, how, drafts=drafts), biases
 
 
 class RandomReader(Reader):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.attention.block_slots import BlockTable
 from kernels.attention.index_scores_cuda import KEY_DIM, NUM_HEADS, TILE_KEYS, index_scores_decode
+from kernels.attention.packed_rows import window_values
 from kernels.attention.pools import RowPool
 from kernels.attention.rows_portable import rotate_portable, store_rows_portable
 from kernels.attention.sparse_cuda import (
@@ -63,6 +64,23 @@ class Rows(Protocol):
         """`sparse_attention` of queries that are rotated here, and the result back.
 
         Pools come with their slots, negative for none.
+        """
+        ...
+
+    def attend_block(
+        self,
+        queries: Tensor,
+        angles: Angles,
+        window: tuple[RowPool, Tensor],
+        block: tuple[Tensor, Norm, Tensor],
+        sinks: Tensor,
+    ) -> Tensor:
+        """As `attend`, of draft blocks: all tokens of one see its window and each other.
+
+        Args:
+            window: its slots are [blocks, window], int32, negative for none.
+            block: rows of the tokens as they come from the linear, [num_tokens, dim], their norm,
+                and the tokens of each one's block, [num_tokens, size]; they are stored nowhere.
         """
         ...
 
@@ -134,6 +152,25 @@ class PortableRows:
         out = sparse_attention_portable(turned, *near, pool, slots, sinks, bf16=bf16)
         return rotate_portable(out, *angles, inverse=True, bf16=bf16).to(self._dtype)
 
+    def attend_block(
+        self,
+        queries: Tensor,
+        angles: Angles,
+        window: tuple[RowPool, Tensor],
+        block: tuple[Tensor, Norm, Tensor],
+        sinks: Tensor,
+    ) -> Tensor:
+        """See `Rows`."""
+        pool, slots = window
+        x, norm, seen = block
+        own = RowPool(pool.rows.new_zeros(len(x), pool.rows.shape[1]), pool.row_format, pool.dim)
+        every = torch.arange(len(x), device=x.device)
+        self.store(x, angles, own, every, PackedFormat.WINDOW, norm=norm)
+        near = pool, slots.repeat_interleave(seen.shape[1], 0)
+        # no row of these stands for none
+        held = RowPool(torch.cat((own.rows, own.rows[:1])), own.row_format, own.dim)
+        return self.attend(queries, angles, near, (held, seen), sinks)
+
     def index_queries(self, x: Tensor, angles: Angles) -> Tensor:
         """See `Rows`."""
         x = rotate_portable(x.float(), *angles, bf16=self._bf16)
@@ -193,6 +230,35 @@ class HopperRows:
             rope=angles,
             turns_queries=True,
         )
+
+    def attend_block(
+        self,
+        queries: Tensor,
+        angles: Angles,
+        window: tuple[RowPool, Tensor],
+        block: tuple[Tensor, Norm, Tensor],
+        sinks: Tensor,
+    ) -> Tensor:
+        """See `Rows`: the kernel has no room for more rows than a window, so this is torch."""
+        pool, slots = window
+        x, norm, seen = block
+        num, size, heads = len(slots), seen.shape[1], queries.shape[1]
+        own = pool.rows.new_empty(len(x), pool.rows.shape[1])
+        every = torch.arange(len(x), dtype=torch.int32, device=x.device)
+        made = RowPool(own, pool.row_format, pool.dim)
+        self.store(x, angles, made, every, PackedFormat.WINDOW, norm=norm)
+        near = pool.rows[slots.clamp_min(0).long()]
+        keys = window_values(torch.cat((near, own.view(num, size, -1)), 1))
+        turned = rotate_portable(queries.float(), *angles, bf16=True)
+        scores = torch.bmm(turned.view(num, size * heads, -1), keys.transpose(1, 2))
+        scores = scores.unflatten(1, (size, heads)) * pool.dim**-0.5
+        scores[..., : slots.shape[1]].masked_fill_((slots < 0)[:, None, None], float("-inf"))
+        sink = sinks.view(1, 1, heads, 1)
+        most = torch.maximum(scores.amax(-1, keepdim=True), sink)
+        weights = (scores - most).exp()
+        weights = weights / (weights.sum(-1, keepdim=True) + (sink - most).exp())
+        out = torch.bmm(weights.flatten(1, 2), keys).view(len(x), heads, -1)
+        return rotate_portable(out, *angles, inverse=True, bf16=True).bfloat16()
 
     def index_queries(self, x: Tensor, angles: Angles) -> Tensor:
         """See `Rows`."""
