@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels import portable
-from kernels.step.slots_portable import ROW_FIELDS, SlotArrays
+from kernels.step.slots_portable import NO_SLOT, ROW_FIELDS, SlotArrays
 
 NUM_BINS = 16  # of survival
 FIT = 8  # of a place: scale, offset, curve of 3, what was said, what was, weight
@@ -72,7 +72,7 @@ class DraftTables:
             ints(num),
             ints(num, places),
             *(ints(num) for _ in range(4)),
-            ints(num_tokens, ROW_FIELDS),
+            ints(num_tokens, ROW_FIELDS).fill_(NO_SLOT),
             *(ints(num_tokens) for _ in range(3)),
         )
 

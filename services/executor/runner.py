@@ -378,9 +378,13 @@ class ModelEngine:
         asked, config = self._config.executor.draft_tokens, self._model.config
         if asked and not config.num_stages:
             raise ValueError("executor.draft_tokens: this checkpoint has no draft stages; use 0")
-        if asked and not isinstance(self._model, Drafting):
-            raise ValueError(f"executor.draft_tokens: device {self.device!r} cannot draft; use 0")
+        if asked and (reason := self._no_drafts()):
+            raise ValueError(f"executor.draft_tokens: {reason}; use 0")
         return min(asked, config.dspark_block_size)
+
+    def _no_drafts(self) -> str:
+        """Why there cannot be drafts here; empty: there can."""
+        return "" if isinstance(self._model, Drafting) else f"device {self.device!r} cannot draft"
 
     def _can_draft(self, model: Model) -> TypeGuard[Drafting]:
         return self._capacity.draft_len > 0 and isinstance(model, Drafting)

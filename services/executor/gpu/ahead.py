@@ -31,8 +31,9 @@ class Shortfall(NamedTuple):
 class AheadSlots(SlotTable):
     """The `SlotTable` of a host that is behind: rows are resolved to where they can get at most.
 
-    A request with a grammar may miss a mask, so its rows go on behind the length at which it ends
-    if all of them sampled, as if the last one did not: the device knows.
+    A request with a grammar may miss a mask, and one with drafts may get none of them right, so
+    its rows go on behind the length at which it ends if all went well, as if it stood right before
+    that: the device knows.
     """
 
     def __init__(
@@ -51,7 +52,8 @@ class AheadSlots(SlotTable):
         super().__init__(capacity)
         self._on_open, self._on_append, self._on_end = on_open, on_append, on_end
         self._ended = np.zeros(capacity.num_slots, bool)
-        self._may_miss = np.zeros(capacity.num_slots, bool)  # a mask
+        # rows may give fewer tokens than they could: for want of a mask, or behind drafts
+        self._may_miss = np.zeros(capacity.num_slots, bool)
         self._beyond = np.zeros(capacity.num_slots, np.int64)  # taken off while a step is resolved
         self._known = np.zeros(capacity.num_slots, np.int64)  # ids that came with the request
         self._news: deque[Shortfall] = deque()  # appended to by another thread
@@ -104,7 +106,10 @@ class AheadSlots(SlotTable):
         self._beyond = self._may_miss * np.maximum(0, self.total_len - self.max_len + 1)
         self._move(-self._beyond)
         self.done = self._ended | (self.total_len >= self.max_len)
-        return super().resolve(rows)
+        live = super().resolve(rows)
+        # where a row stands is a bound, and so is the room behind it: the device cuts its drafts
+        asked = rows["q"][live.rows].astype(np.int64)
+        return live._replace(counts=np.where(live.drafted, asked, live.counts))
 
     def _move(self, by: NDArray[np.int64]) -> None:
         self.kv_len += by
@@ -113,22 +118,32 @@ class AheadSlots(SlotTable):
     def project(self, live: LiveRows, step_id: int) -> None:
         """The step is launched: take for granted that every row gets as far as it can."""
         slots = live.slots
-        giving = slots[live.samples]
-        self.tokens[giving, self.total_len[giving]] = _UNKNOWN
+        given = most_tokens(live)
+        for place in range(int(given.max(initial=0))):
+            giving = slots[given > place]
+            at = self.total_len[giving] + place
+            fits = at < self.tokens.shape[1]
+            self.tokens[giving[fits], at[fits]] = _UNKNOWN
         self._move(self._beyond)
         self._beyond = np.zeros_like(self._beyond)
+        self._may_miss[slots[given > 1]] = True
         self.kv_len[slots] += live.counts
-        self.total_len[giving] += 1
+        self.total_len[slots] += given
         self.producer_step[slots] = step_id
 
     def newest(self, live: LiveRows) -> NDArray[np.bool_]:
-        """Rows of one output token whose id is the newest of its request, wherever it came from:
-        those that the device can compute from its slot alone."""
+        """Rows of one output token whose id is the newest of its request, wherever it came from,
+        and of drafts behind it: those that the device can compute from its slot alone."""
         at, starts = live.slots, live.starts
-        is_output = starts >= self.prompt_len[at]
-        return live.samples & (live.counts == 1) & is_output & (starts == self.total_len[at] - 1)
+        is_output, is_one = starts >= self.prompt_len[at], (live.counts == 1) | live.drafted
+        return live.samples & is_one & is_output & (starts == self.total_len[at] - 1)
 
     def check_known(self, live: LiveRows) -> None:
         """Ids of these rows came with their requests."""
         known = live.starts + live.counts <= self._known[live.slots]
         assert known.all(), f"row {live.rows[~known][0]}: only the device knows its ids"
+
+
+def most_tokens(live: LiveRows) -> NDArray[np.int64]:
+    """That each row can give: one, or one for each of its positions if these hold drafts."""
+    return live.samples * np.where(live.drafted, live.counts, 1)

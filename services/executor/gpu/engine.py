@@ -13,6 +13,7 @@ from deepmesh.wire.messages import Capacity, Load, Pool, StepCosts
 from services.executor.eplb import GroupExperts
 from services.executor.flights import Flight, Settling
 from services.executor.gpu.costs import measure_device_costs
+from services.executor.gpu.drafting import most_tokens
 from services.executor.gpu.forwards import ModelForwards
 from services.executor.gpu.group import DeviceGroup, geometry_of
 from services.executor.gpu.group_steps import DeviceGroupSteps
@@ -95,12 +96,14 @@ class GpuEngine(ModelEngine):
 
     def _make_launcher(self, capacity: Capacity) -> Launcher:
         model, max_rows = self._model, self._config.scheduler.max_rows
+        draft_len = capacity.draft_len
         assert isinstance(model, DeviceModel)
         forwards = self.forwards(
             model,
             self.cache,
             max_rows=max_rows,
             max_blocks=-(-capacity.max_model_len // capacity.block_size),
+            max_tokens=most_tokens(max_rows, draft_len) if draft_len else 0,
         )
         return Launcher(
             model.config,
@@ -113,6 +116,13 @@ class GpuEngine(ModelEngine):
             run_ops=self.run_ops,
             group=self._steps,
         )
+
+    def _no_drafts(self) -> str:
+        if isinstance(self._group, DeviceGroup):
+            return "a group of devices cannot draft"
+        if self._config.executor.draft_acceptance == "rejection":
+            return 'draft_acceptance "rejection" needs device "cpu"'
+        return ""
 
     def _make_group(self, order: Load) -> DeviceGroup | None:
         self._steps = None
@@ -190,6 +200,7 @@ class GpuEngine(ModelEngine):
             ranks=order.ranks,
             redundant=redundant,
             exchange=None if group is None else group.exchange,
+            drafts=group is None and self._config.executor.draft_tokens > 0,
         )
 
     def _pool_bytes(self, order: Load) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.comm.comm import Arrivals, ExchangeError
 from kernels.comm.one_sided import OneSidedExchange
-from kernels.moe.spread_portable import choose_slots, count_held
+from kernels.moe.spread_portable import choose_slots
 from services.executor.gpu.flight import LoadsBuffer
 from services.executor.interface import GroupLost
 from services.executor.models.spread import SpreadExperts
@@ -25,7 +25,7 @@ class DeviceSpread:
             counts: [num_experts], int32: rows of our own tokens are added.
             rows: [1], int32: rows that come to the experts held here are added.
         """
-        self.host, self._rank, self._counts, self._rows = host, rank, counts, rows
+        self.host, self._rank, self._counts, self.rows = host, rank, counts, rows
         ranks = len(host.places)  # none of which has an expert twice
         self.owners = host.owners.int().to(device)
         self._table = torch.zeros(host.num_experts, ranks, dtype=torch.int32, device=device)
@@ -41,10 +41,6 @@ class DeviceSpread:
     def choose(self, expert_ids: Tensor) -> Tensor:
         """Slots of the group for [num_tokens, top_k] experts, int32."""
         return choose_slots(expert_ids, self._table, self._copies, self._counts, rank=self._rank)
-
-    def arrived(self, slots: Tensor) -> None:
-        """Rows of these slots are computed here, as far as they are this rank's."""
-        count_held(slots, self._rows, first=self.host.first_slot, held=self.host.slots)
 
 
 class GroupExchange:
@@ -118,9 +114,10 @@ class GroupExchange:
             exchange.set_capacity(min(exchange.capacity, self.padded - first))
             part = slice(first, first + exchange.capacity)
             try:
-                here = exchange.dispatch(u[part], slots[part], shares[part], spread.owners)
+                here = exchange.dispatch(
+                    u[part], slots[part], shares[part], spread.owners, held=spread.rows
+                )
             except ExchangeError as error:
                 raise GroupLost(str(error)) from error
-            spread.arrived(here.expert_ids)
             sums.append(exchange.combine(compute(here)))
         return sums[0] if len(sums) == 1 else torch.cat(sums)

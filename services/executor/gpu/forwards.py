@@ -6,6 +6,9 @@ from torch import Tensor
 from services.executor.batch import StepBatch
 from services.executor.gpu.decode_program import DecodeProgram, bucket_for, bucket_sizes
 from services.executor.gpu.decode_step import DecodeStep
+from services.executor.gpu.draft_program import DraftProgram
+from services.executor.gpu.draft_step import DraftStep
+from services.executor.gpu.drafter import Draw
 from services.executor.gpu.model import DeviceModel
 from services.executor.kv_cache import KvCache
 
@@ -14,24 +17,31 @@ class ModelForwards:
     """See `Forwards`. On a GPU each bucket is captured once, so that a step is one launch."""
 
     def __init__(
-        self, model: DeviceModel, cache: KvCache, *, max_rows: int, max_blocks: int
+        self,
+        model: DeviceModel,
+        cache: KvCache,
+        *,
+        max_rows: int,
+        max_blocks: int,
+        max_tokens: int = 0,
     ) -> None:
         """
         Args:
             max_rows: of a step.
             max_blocks: width of a block table.
+            max_tokens: of a step's decode rows, with their drafts; 0: one each.
         """
+        self._max_rows = max_rows
         self._model, self._cache = model, cache
         self._is_cuda = model.device.name.type == "cuda"
         self._programs: dict[int, DecodeProgram] = {}
-        pool = None
-        for size in reversed(bucket_sizes(max_rows)):  # the largest first: the others fit its pool
+        self._graphs = torch.cuda.graph_pool_handle() if self._is_cuda else None
+        for size in reversed(bucket_sizes(max_tokens or max_rows)):  # the largest first: the others fit its pool
             step = DecodeStep.empty(model.config, size, max_blocks, model.device.name)
             self._agree(size)
             program = self._programs[size] = DecodeProgram(model, cache, step)
             if self._is_cuda:
-                pool = pool or torch.cuda.graph_pool_handle()
-                program.capture(pool)
+                program.capture(self._graphs)
         self._sizes = sorted(self._programs)
 
     @property
@@ -43,6 +53,27 @@ class ModelForwards:
     def logits(self) -> list[Tensor]:
         """See `Forwards`."""
         return [program.logits for program in self._programs.values()]
+
+    @property
+    def max_tokens(self) -> int:
+        """See `Forwards`."""
+        return self._sizes[-1]
+
+    @property
+    def pairs(self) -> Tensor:
+        """See `Forwards`."""
+        return self._cache.pairs
+
+    def draft_programs(self, places: int, draw: Draw) -> list[DraftProgram]:
+        """See `Forwards`."""
+        model, programs = self._model, list[DraftProgram]()
+        assert model.drafter is not None, "the draft stages are not on the device"
+        for size in reversed(bucket_sizes(self._max_rows)):
+            step = DraftStep.empty(model.config, size, places, model.device.name)
+            programs.append(DraftProgram(model.drafter, self._cache, step, draw))
+            if self._is_cuda:
+                programs[-1].capture(self._graphs)
+        return programs[::-1]
 
     def step(self, num_rows: int) -> DecodeStep:
         """See `Forwards`."""

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,29 +13,29 @@ from torch import Tensor
 from deepmesh.wire.messages import (
     BlockOp,
     Capacity,
+    Descriptor,
     PromptLogprobs,
     RowMode,
     SlotInit,
-    SubmitStep,
 )
 from kernels.sampling.sample_cuda import MAX_TOP
 from kernels.step.slots_portable import NO_SLOT, Sampling
 from services.executor.batch import StepBatch
 from services.executor.flights import Settling
 from services.executor.gpu.ahead import AheadSlots
-from services.executor.gpu.decode_step import DecodeStep
+from services.executor.gpu.drafting import DeviceDrafting, most_tokens
 from services.executor.gpu.flight import (
     BufferPool,
-    LoadsBuffer,
     Part,
     PartBuffer,
     StepBuffer,
     StepFlight,
 )
-from services.executor.gpu.masking import Masking
+from services.executor.gpu.masking import Masked, Masking
 from services.executor.gpu.prompt_scores import PromptScores
 from services.executor.gpu.sampler import DeviceSampler
 from services.executor.gpu.slots import DeviceSlots
+from services.executor.gpu.step_parts import Forwards, GroupSteps
 from services.executor.gpu.stream import DeviceStream
 from services.executor.interface import LiveRows
 from services.executor.masks.grammar_masks import GrammarMasks
@@ -44,63 +44,6 @@ from services.executor.prompt_logprobs import wanted_logits
 from services.executor.slots import SlotTable
 
 _log = logging.getLogger(__name__)
-
-
-class Forwards(Protocol):
-    """What computes rows; nothing here waits for the device."""
-
-    @property
-    def has_two_classes(self) -> bool:
-        """Whether `prefill` gives other bits than programs: then it computes prompts alone."""
-        ...
-
-    @property
-    def logits(self) -> Sequence[Tensor]:
-        """All that `decode` may return."""
-        ...
-
-    def step(self, num_rows: int) -> DecodeStep:
-        """To be filled for a decode step of so many rows, padding behind them."""
-        ...
-
-    def decode(self, step: DecodeStep) -> Tensor:
-        """[step.num_tokens, vocab_size] logits, float32, on the device, of what fills it by then;
-        they stay until the next call."""
-        ...
-
-    def prefill(self, batch: StepBatch, padded: int = 0) -> Tensor:
-        """Prompt chunks: [wanted, vocab_size] logits, float32, on the device.
-
-        Args:
-            padded: in a group of ranks, tokens of the one that has most.
-        """
-        ...
-
-    def serve(self, padded: int) -> None:
-        """This rank's part in `prefill` of other ranks of its group."""
-        ...
-
-
-class GroupSteps(Protocol):
-    """What a step of a group does beside its rows."""
-
-    @property
-    def loads_shape(self) -> tuple[int, int]:
-        """Layers and experts."""
-        ...
-
-    def enter(self, step: SubmitStep) -> None:
-        """On the current stream, before anything is exchanged.
-
-        Raises:
-            GroupLost: there is no such group any more.
-        """
-        ...
-
-    def leave(self, step: SubmitStep, room: LoadsBuffer) -> Callable[[], tuple[bytes, bytes]]:
-        """Behind all else. Returns what settles it, once the step is over: StepResult.expert_rows
-        and .expert_loads; raises GroupLost if an exchange failed."""
-        ...
 
 
 class _Passes(NamedTuple):
@@ -126,6 +69,7 @@ class Launcher:
     - output that is computed again goes token by token through the decode program, if prompts have
       kernels of their own;
     - log-probabilities of prompts are worked out on the device, and copied with the tokens.
+    Where drafts are verified a decode row is several tokens, see `DeviceDrafting`.
     Requests with more stop ids than a slot holds end when the host has seen the token.
 
     In a group of ranks a step is the forwards that its descriptor names, on each of them.
@@ -158,15 +102,30 @@ class Launcher:
             self._device = DeviceSlots(
                 config, capacity, compressed_ids, 2 * max_rows, stream.device
             )
+            places = capacity.draft_len
+            most = most_tokens(max_rows, places)
             self._sampler = DeviceSampler(
-                capacity.num_slots, config.vocab_size, max_rows, stream.device
+                capacity.num_slots, config.vocab_size, most, stream.device
             )
-            for logits in forwards.logits:
-                self._sampler.capture(logits, *self._device.part(0, len(logits)))
-        self._masking = Masking(masks, self._sampler, self._copy)
+            self._masking = Masking(masks, self._sampler, self._copy)
+            self._drafting: DeviceDrafting | None = None
+            if places:
+                self._drafting = DeviceDrafting(
+                    config,
+                    capacity,
+                    forwards,
+                    self._device,
+                    self._sampler,
+                    self._masking,
+                    max_rows=max_rows,
+                    device=stream.device,
+                )
+            else:
+                for logits in forwards.logits:
+                    self._sampler.capture(logits, *self._device.part(0, len(logits)))
         words = self._sampler.out.all.shape[0]
         loads = (0, 0) if group is None else group.loads_shape
-        self._pool = BufferPool(lambda: StepBuffer(stream, max_rows, words, loads))
+        self._pool = BufferPool(lambda: StepBuffer(stream, max_rows, words, loads, places))
         self._exact: SlotTable | None = None  # of the epoch that `_ahead` is of
         self._ahead = self._new_epoch()
 
@@ -189,8 +148,11 @@ class Launcher:
 
     def _open(self, init: SlotInit) -> None:
         assert init.n_logprobs <= MAX_TOP, f"init: {init.n_logprobs} best ids of {MAX_TOP}"
+        row = self._ahead.sample_row(init.slot)
         self._device.open(init)
-        self._sampler.stage(self._ahead.sample_row(init.slot))
+        self._sampler.stage(row)
+        if self._drafting is not None:
+            self._drafting.open(row)
 
     # ------------------------------------------------------------ a step
 
@@ -212,6 +174,8 @@ class Launcher:
                 flight = self._flight(live, buffer)
                 self._send_changes(buffer.changes, flight.kept)
                 self._sampler.flush(self._copy)
+                if self._drafting is not None:
+                    self._drafting.flush(self._copy)
                 if len(live.rows) or self._group is not None:
                     self._launch_rows(flight, settling, behind)
                 else:
@@ -241,6 +205,7 @@ class Launcher:
             pool=self._pool,
             wall_ns=self._stream.wall_ns,
             hear=ahead.hear,
+            may_verify=self._drafting is not None,
         )
 
     def _run_after(self, ops: Sequence[BlockOp]) -> int:
@@ -282,10 +247,14 @@ class Launcher:
             self._walk(_some(live, np.flatnonzero(passes.again)), passes, flight.kept)
         first, second = flight.buffer.parts
         begin, end = flight.buffer.begin, flight.buffer.end
-        parts: list[tuple[Part, int, int, Tensor]] = []  # first row, rows, logits
+        agreed, drafting = settling.turn.step.descriptor, self._drafting
+        # part, first row, rows, logits
+        parts: list[tuple[Part, int, int, Tensor]] = []
         if passes.decode_rows:
-            logits = self._decode(first, _some(live, decode), passes.decode_rows, begin)
-            parts.append((Part(first, decode), 0, len(logits), logits))
+            own = _some(live, decode)
+            logits = self._decode(first, own, passes.decode_rows, agreed, begin)
+            part = Part(first, decode, verifies=drafting is not None)
+            parts.append((part, 0, len(decode) if drafting else len(logits), logits))
         if len(rest):
             some = _some(live, rest)
             _fill(second, some, len(rest))
@@ -297,17 +266,29 @@ class Launcher:
             if not parts:
                 self._device.stamp(begin)
             self._forwards.serve(passes.prefill_tokens)
-        states = self._masking.collect(flight, settling, behind) if len(live.rows) else None
+        masked = self._masking.collect(flight, settling, behind) if len(live.rows) else None
+        asking = live.slots[live.samples]
+        drafts = drafting is not None and bool(agreed.n_draft_passes) and len(asking) > 0
         for part, at, count, logits in parts:
+            stamp = end if part is parts[-1][0] and not drafts else 0
             if len(logits):
-                self._sample(part, at, logits, live.slots, states)
-            buffer, out = part.buffer, self._sampler.out
-            results = buffer.flags.data_ptr(), buffer.ends.data_ptr()
-            stamp = end if part is parts[-1][0] else 0
-            self._device.advance(at, count, (out.tokens, out.found), results, stamp)
-        if not parts:
+                self._sample(part, at, logits, live, masked)
+            self._advance(part, at, count, stamp)
+        if drafts:
+            assert drafting is not None
+            drafting.propose(flight.buffer.drafts, asking, end)
+            flight.drafted, flight.tell_drafts = True, self._masking.tell
+        elif not parts:
             self._device.stamp(end) if passes.prefill_tokens else self._device.stamp(begin, end)
         flight.parts = [part for part, *_ in parts]
+
+    def _advance(self, part: Part, first: int, count: int, stamp: int = 0) -> None:
+        if part.verifies and self._drafting is not None:
+            self._drafting.accept(part.buffer, count, stamp)
+            return
+        buffer, out = part.buffer, self._sampler.out
+        results = buffer.flags.data_ptr(), buffer.ends.data_ptr()
+        self._device.advance(first, count, (out.tokens, out.found), results, stamp)
 
     def _passes(self, live: LiveRows, settling: Settling) -> _Passes:
         """Which forward computes each row, and how large it is.
@@ -338,8 +319,19 @@ class Launcher:
             )
         return _Passes(by_decode & newest, again, rest, *theirs)
 
-    def _decode(self, buffer: PartBuffer, live: LiveRows, num_rows: int, stamp: int = 0) -> Tensor:
-        """Logits of one position of each row."""
+    def _decode(
+        self,
+        buffer: PartBuffer,
+        live: LiveRows,
+        num_rows: int,
+        agreed: Descriptor | None = None,
+        stamp: int = 0,
+    ) -> Tensor:
+        """Logits of one position of each row, and of drafts behind it as the step has `agreed`."""
+        if self._drafting is not None:
+            counts = np.where(live.drafted, live.counts, 1)
+            _fill(buffer, live._replace(counts=counts), len(live.rows))
+            return self._drafting.decode(buffer, live, agreed, stamp)
         step = self._forwards.step(num_rows)
         count = step.num_tokens
         _fill(buffer, live._replace(counts=np.ones_like(live.counts)), count)
@@ -364,8 +356,9 @@ class Launcher:
             nothing = going._replace(samples=np.zeros_like(going.samples))
             num_rows = len(going.rows) if self._group is None else passes.decode_rows
             count = len(self._decode(part, nothing, num_rows))
-            out, results = self._sampler.out, (part.flags.data_ptr(), part.ends.data_ptr())
-            self._device.advance(0, count, (out.tokens, out.found), results)
+            is_wide = self._drafting is not None
+            whole = Part(part, np.arange(len(going.rows)), verifies=is_wide)
+            self._advance(whole, 0, len(going.rows) if is_wide else count)
 
     def _prefill(self, live: LiveRows, flight: StepFlight, padded: int) -> Tensor:
         """Logits of the rows that sample."""
@@ -391,19 +384,17 @@ class Launcher:
     # ------------------------------------------------------------ sampling
 
     def _sample(
-        self,
-        part: Part,
-        first: int,
-        logits: Tensor,
-        slots: NDArray[np.int64],
-        states: NDArray[np.uint8] | None,
+        self, part: Part, first: int, logits: Tensor, live: LiveRows, masked: Masked | None
     ) -> None:
+        own = None if masked is None else masked.some(part.live)
+        if part.verifies and self._drafting is not None:
+            self._drafting.sample(part, _some(live, part.live), logits, own)
+            return
         count = logits.shape[0]
-        if states is None:
+        if own is None:
             self._masking.free()
         else:
-            some = part.live[:count]
-            self._masking.send(slots[some], states[some])
+            self._masking.send(live.slots[part.live[:count]], own.states[:count])
         rows, positions = self._device.part(first, count)
         self._sampler.sample(logits, rows, positions)
         part.buffer.out.all.copy_(self._sampler.out.all, non_blocking=True)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.comm.one_sided import OneSidedExchange
 from services.executor.gpu.linears import Device
 from services.executor.gpu.model import DeviceModel
 from services.executor.gpu.stored import STORED
@@ -55,23 +56,42 @@ def random_device_parts(
     seed: int = 0,
     fast: bool = True,
     drafts: bool = False,
+    exchange: OneSidedExchange | None = None,
 ) -> tuple[DeviceModel, list[Tensor]]:
     """`random_device_model`, and the biases of its routers by layer, which it looks at anew in
-    each step."""
-    text = raw["text_config"]
-    text = text | {"engram_compressed_vocab_size": text["vocab_size"]}
-    config, name = parse_config(raw | {"text_config": text}), torch.device(device)
-    weights = RandomReader(config, name, seed).model(Path())
+    each step.
+
+    Args:
+        exchange: of a rank that has a part of the experts, the same as they are elsewhere.
+    """
+    config, name = random_config(raw), torch.device(device)
+    rank, ranks = (0, 1) if exchange is None else (exchange.rank, exchange.ranks)
+    weights = RandomReader(config, name, seed, rank=rank, ranks=ranks).model(Path())
     how = Device(name, Numerics.named(numerics), fast and name.type == "cuda")
     biases = [layer.moe.bias for layer in weights.layers]
-    return DeviceModel(config, weights, numerics, how, drafts=drafts), biases
+    return DeviceModel(config, weights, numerics, how, exchange, drafts=drafts), biases
+
+
+def random_config(raw: dict[str, Any]) -> ModelConfig:
+    """Of such a model."""
+    text = raw["text_config"]
+    text = text | {"engram_compressed_vocab_size": text["vocab_size"]}
+    return parse_config(raw | {"text_config": text})
 
 
 class RandomReader(Reader):
     """Draws tensors where others read them; never zeros."""
 
-    def __init__(self, config: ModelConfig, device: torch.device, seed: int) -> None:
-        super().__init__({}, config, 0, 1, lambda stage, done, total: None, STORED)
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: torch.device,
+        seed: int,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        super().__init__({}, config, rank, ranks, lambda stage, done, total: None, STORED)
         self._specs = {spec.name: spec for spec in tensor_specs(config)}
         self._vocab_size, self._device, self._seed = config.vocab_size, device, seed
         self._tables: dict[tuple[str, tuple[int, ...]], Tensor] = {}

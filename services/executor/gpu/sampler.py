@@ -44,9 +44,20 @@ class DeviceSampler:
     """
 
     def __init__(
-        self, num_slots: int, vocab_size: int, max_rows: int, device: torch.device
+        self,
+        num_slots: int,
+        vocab_size: int,
+        max_rows: int,
+        device: torch.device,
+        *,
+        is_plain: bool = False,
     ) -> None:
-        """`max_rows`: of a step, padding included."""
+        """
+        Args:
+            max_rows: of a step, padding included.
+            is_plain: penalties, biases, bans and log-probabilities are left out, as drafts want it.
+        """
+        self._is_plain = is_plain
         self._buffers = SampleBuffers.of(num_slots, vocab_size, max_rows, device)
         self._changes = torch.zeros(num_slots * CHANGE_WORDS, dtype=torch.int32, device=device)
         self._staged: dict[int, tuple[SlotInit, int, NDArray[np.int32]]] = {}
@@ -70,7 +81,9 @@ class DeviceSampler:
 
     def stage(self, row: SampleRow) -> None:
         """A request is in its slot from the next `flush` on; the last one of a slot counts."""
-        parts = _parts(row, row.resolved, self._buffers.vocab_size)
+        parts: dict[Has, NDArray[np.int32]] = {}
+        if not self._is_plain:
+            parts = _parts(row, row.resolved, self._buffers.vocab_size)
         table = np.concatenate(list(parts.values())) if parts else _NO_TABLE
         self._staged[row.init.slot] = row.init, sum(parts), table
 
@@ -102,7 +115,7 @@ class DeviceSampler:
             *(asks.temperature, asks.top_p, asks.min_p, max(0, asks.top_k)),
             *(asks.presence_penalty, asks.frequency_penalty, asks.repetition_penalty, has),
             *(init.seed % 2**64, init.sub_index % 2**64, address),
-            *(init.min_len, init.n_logprobs),
+            *(init.min_len, -1 if self._is_plain else init.n_logprobs),
         )
 
     def capture(self, logits: Tensor, rows: Tensor, starts: Tensor) -> None:

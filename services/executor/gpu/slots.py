@@ -9,6 +9,7 @@ from torch import Tensor
 
 from deepmesh.wire.messages import Capacity, Pool, SlotInit
 from deepmesh.wire.packed import unpack_ids
+from kernels.step.drafts_portable import DraftArrays, DraftState, DraftTables
 from kernels.step.slots_portable import (
     ROW_FIELDS,
     SlotArrays,
@@ -22,6 +23,7 @@ from kernels.step.slots_portable import (
 from services.executor.gpu.decode_step import DecodeStep
 from services.executor.model_config import BLOCK_TOKENS, ModelConfig
 from services.executor.models.plan import Ropes
+from services.executor.speculation import scratch_blocks
 
 MAX_STOPS = 32  # ids by which the device ends a request; the host sees to more of them
 _NONE = -1
@@ -69,6 +71,7 @@ class DeviceSlots:
         device: torch.device,
     ) -> None:
         """`max_rows`: of a step, padding included."""
+        self._capacity = capacity
         self.max_blocks = -(-capacity.max_model_len // BLOCK_TOKENS)
         self._order, self._vocab_size = config.engram_max_ngram_size, config.vocab_size
         self.arrays = SlotArrays.of(
@@ -78,14 +81,17 @@ class DeviceSlots:
         self.rows = torch.full((max_rows, ROW_FIELDS), -1, dtype=torch.int32, device=device)
         self.positions = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
         arrays = self.arrays
-        fields = (arrays.kv_len, arrays.max_len, arrays.done, arrays.state_block)
-        self._kv_len, self._max_len, self._done, self._state_block = map(arrays.start, fields)
+        fields = (arrays.kv_len, arrays.max_len, arrays.done, arrays.state_block, arrays.drafted)
+        self._kv_len, self._max_len, self._done, *others = map(arrays.start, fields)
+        self._state_block, self._drafted = others
         self._recent, self._stops = arrays.start(arrays.recent), arrays.start(arrays.stops)
         self._tables = {
             Pool.GLOBAL: arrays.start(arrays.global_blocks),
             Pool.WINDOW: arrays.start(arrays.window_blocks),
         }
         ropes, last = Ropes(config), capacity.max_model_len - 1
+        if capacity.draft_len:  # whose blocks reach beyond the last position
+            last += config.dspark_block_size
         self._compressed_ids = compressed_ids.to(device)
         plain, turned = ropes.plain.upto(last), ropes.compressed.upto(last)
         self._angles = tuple(x.to(device) for x in (*plain, *turned))
@@ -96,8 +102,9 @@ class DeviceSlots:
         """A request enters a slot; see `SlotTable.open`, which has checked it."""
         ids = unpack_ids(init.ids)
         slot, changes = init.slot, self.changes
-        where = np.array((self._kv_len, self._max_len, self._done, self._state_block)) + slot
-        changes.scatter(where, np.array((init.start, init.max_len, 0, init.state_block)))
+        fields = (self._kv_len, self._max_len, self._done, self._state_block, self._drafted)
+        values = np.array((init.start, init.max_len, 0, init.state_block, _NONE))
+        changes.scatter(np.array(fields) + slot, values)
         self.set_recent(slot, ids)
         stops = unpack_ids(init.stop_ids)
         changes.add(self._stops + slot * MAX_STOPS, _first(stops, MAX_STOPS))
@@ -134,14 +141,33 @@ class DeviceSlots:
         rows, positions = self.part(first, count)
         begin_rows(rows, positions, given, count, self.arrays, stamp)
 
-    def plan(self, step: DecodeStep) -> None:
-        """Fill the index tensors from as many of the step's first rows."""
+    @property
+    def plain(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of all positions, as layers without compressed rows rotate."""
+        return self._angles[0], self._angles[1]
+
+    def draft_state(self, num_tokens: int) -> DraftState:
+        """What drafts of these slots need, for steps of up to so many tokens."""
+        capacity, places = self._capacity, self._capacity.draft_len
+        drafts = DraftArrays.of(capacity.num_slots, places, self.rows.device)
+        tables = DraftTables.of(self.rows, self.positions, places, num_tokens)
+        spare = capacity.num_state_blocks, scratch_blocks(places)
+        return DraftState(self.arrays, drafts, tables, spare, self._vocab_size)
+
+    def plan(self, step: DecodeStep, drafts: DraftState | None = None) -> None:
+        """Fill the index tensors from as many of the step's first rows, or of its tokens if some
+        of them may stand behind drafts."""
         rows, positions = self.part(0, step.num_tokens)
+        behind = None
+        if drafts is not None:
+            held = drafts.tables
+            rows, positions = held.tokens[: step.num_tokens], held.starts[: step.num_tokens]
+            behind = held.place_of, drafts.drafts.ids, drafts.spare
         cosines = (*step.plain, *step.compressed)
         tokens = (step.ids, step.last_ids, step.blocks, step.state_blocks)
         out = (*tokens, step.window_slots, step.window_writes, *cosines)
         tables = (self._compressed_ids, *self._angles)
-        plan_tokens(rows, positions, self.arrays, tables, out, BLOCK_TOKENS)
+        plan_tokens(rows, positions, self.arrays, tables, out, BLOCK_TOKENS, behind)
         step.positions.copy_(positions)
         for ratio, own in step.ratios.items():
             out = (own.slots, own.visible, own.write_slots, *own.angles)
