@@ -33,6 +33,18 @@ if "CI" not in os.environ:  # with it, Hypothesis's own: the same examples each 
     )
     settings.load_profile("by hand")  # a busy machine is no bug
 
+
+def _spread_over_gpus() -> None:
+    """Workers of pytest-xdist begin to count GPUs at one of their own; each sees them all."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    count = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    if worker.isdecimal() and count > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        order = ((int(worker) + at) % count for at in range(count))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, order))
+
+
+_spread_over_gpus()  # before anything asks CUDA what there is
+
 Tables = dict[str, list[str]]  # lines by title
 CLOSING = pytest.StashKey[Tables]()
 

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,7 @@ from deepmesh.report import Json, publish, report
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "tiny"
 FULL, QUICK = (104, 64), (12, 16)  # requests, tokens of each
+FULL_CUDA = (104, 32)  # a GPU is lent by the minute; the groups are the same
 # Where the planted faults show; the whole check would find them, too, but takes longer.
 TELLING = ("in_flight_8", "in_flight_64", "shuffled")
 
@@ -37,51 +39,49 @@ def run(
         with_mesh: also kill a real executor process (some 20 seconds).
         on_host: with "cuda": the engine of a GPU, its kernels of any shape on the host.
     """
-    from bench.determinism.caches import cache_groups
     from bench.determinism.groups import Groups, Setting
     from bench.determinism.jobs import make_jobs
-    from bench.determinism.mesh import killed_executor
     from bench.determinism.outputs import Tally
-    from bench.determinism.split import GROUP, split_group
+    from bench.determinism.processes import PROCESSES, Ran, ran
 
     run_dir = Path(tempfile.mkdtemp(prefix="dm-"))  # paths of sockets are short
     jobs = make_jobs(model, *size, has_masks=True)
     setting = Setting(model, run_dir, jobs, fault=fault, device=device, on_host=on_host)
     kinds = [job.kind for job in jobs]
-    tallies: list[Tally] = []
+    tallies: list[tuple[Tally, float]] = []
     groups = Groups(setting)
+
+    def tell(tally: Tally, took_s: float) -> None:
+        say(f"{tally.group}: {took_s:.1f} s" + f"; {tally.first}" * bool(tally.first))
+        tallies.append((tally, took_s))
+
+    # Groups of real processes run beside the others where these leave them cores and a device.
+    beside = ThreadPoolExecutor(len(PROCESSES) if device == "cuda" else 1, "processes")
     try:
+        started: dict[str, Future[list[Ran]]] = {}
+        if with_mesh and not fault and device == "cuda":
+            started = {name: beside.submit(ran, run, setting) for name, run in PROCESSES.items()}
         began = time.monotonic()
         wanted = groups.alone()
         say(f"{len(jobs)} requests alone: {time.monotonic() - began:.1f} s")
-        runs = groups.all()
-        if with_mesh and not fault:
-            runs["killed_executor_process"] = lambda: [killed_executor(setting)]
-            runs[GROUP] = lambda: [split_group(setting)]
-        for name, group in runs.items():
+        for name, group in groups.all().items():
             if fault and name not in TELLING:
                 continue
             began, tally = time.monotonic(), Tally(name)
             for outputs in group():
                 tally.compare(kinds, outputs, wanted)
-            say(
-                f"{name}: {time.monotonic() - began:.1f} s"
-                + (f"; {tally.first}" if tally.first else "")
-            )
-            tallies.append(tally)
-        began = time.monotonic()
-        for name, outputs in cache_groups(setting) if with_mesh and not fault else ():
-            tally = Tally(name)
-            tally.compare(kinds, outputs, wanted)
-            say(
-                f"{name}: {time.monotonic() - began:.1f} s" + f"; {tally.first}" * bool(tally.first)
-            )
-            tallies.append(tally)
-            began = time.monotonic()
+            tell(tally, time.monotonic() - began)
+        for name, run_group in PROCESSES.items() if with_mesh and not fault else ():
+            future = started.get(name) or beside.submit(ran, run_group, setting)
+            for name_of_part, outputs, took_s in future.result():
+                tally = Tally(name_of_part)
+                tally.compare(kinds, outputs, wanted)
+                tell(tally, took_s)
     finally:
+        beside.shutdown(cancel_futures=True)
         groups.close()
         shutil.rmtree(run_dir, ignore_errors=True)
-    caught = any(not tally.is_clean for tally in tallies)
+    caught = any(not tally.is_clean for tally, _ in tallies)
     cases: list[dict[str, Json]] = [
         {
             "device": device,
@@ -91,9 +91,10 @@ def run(
             "id_mismatches": tally.id_mismatches,
             "logprob_bit_mismatches": tally.logprob_bit_mismatches,
             "first_mismatch": tally.first or None,
+            "seconds": round(took_s, 1),
             **({"caught": not tally.is_clean} if fault else {}),
         }
-        for tally in tallies
+        for tally, took_s in tallies
     ]
     config: dict[str, Json] = {
         "model": model.name,
@@ -102,7 +103,7 @@ def run(
         "tokens_each": size[1],
         "break": fault or None,
         "on_host": on_host,
-        "left_out": _left_out(device, {tally.group for tally in tallies} if with_mesh else None),
+        "left_out": _left_out(device, {tally.group for tally, _ in tallies} if with_mesh else None),
     }
     found = report(
         "check determinism", config=config, cases=cases, ok=caught if fault else not caught
@@ -188,10 +189,12 @@ def main(arguments: list[str] | None = None) -> int:
         print(problem, file=sys.stderr)
         return 2
     logging.disable(logging.WARNING)  # executors are killed on purpose
+    size = FULL_CUDA if given.device == "cuda" else FULL
+    size = QUICK if given.quick or given.fault else size
     found = run(
         model=given.model,
         device=given.device,
-        size=QUICK if given.quick or given.fault else FULL,
+        size=size,
         fault=given.fault,
         with_mesh=not given.quick and not given.on_host,
         on_host=given.on_host,

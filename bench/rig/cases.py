@@ -34,25 +34,18 @@ class Case:
     grammar: bool = False
     work: float = 0.0  # CPU work added to the scheduler's loop, as a share of a step
     whole_mesh: bool = False
-    model: str = ""  # of an executor on a GPU; `step_ms` is then about what a step takes
-    output_tokens: int = 0  # of each chat of the whole mesh; 0: as drawn by the clients
-
-    @property
-    def device(self) -> Literal["cpu", "cuda"]:
-        """Where steps are computed; "cpu": nothing is, a clock stands for the device."""
-        return "cuda" if self.model else "cpu"
 
     @property
     def tail_ms(self) -> float:
         """How much of the step follows its tokens."""
-        return 0.0 if self.model else TAIL_SHARE * self.step_ms
+        return TAIL_SHARE * self.step_ms
 
     def config(self, run_dir: Path) -> Config:
         """The mesh of this case."""
         return Config(
             mesh=MeshConfig(
                 run_dir=str(run_dir),
-                model=self.model or str(ROOT / "models" / "tiny"),
+                model=str(ROOT / "models" / "tiny"),
                 served_model="tiny",
             ),
             links=LinksConfig(timeout_s=20.0),
@@ -63,9 +56,7 @@ class Case:
                 step_tokens=4096,
                 max_model_len=MAX_MODEL_LEN,
             ),
-            executor=ExecutorConfig(device="cuda", masks=False)
-            if self.model
-            else ExecutorConfig(
+            executor=ExecutorConfig(
                 kind="fake",
                 max_queued=1 << 16,  # a replay queues a whole run in advance
                 fake_step_ms=self.step_ms - self.tail_ms,
@@ -77,7 +68,6 @@ class Case:
 
     def __str__(self) -> str:
         extras = {
-            "GPU": bool(self.model),
             "drafts": self.speculation,
             "masks": self.grammar,
             "mesh": self.whole_mesh,

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 import uvloop
 
-SHORTEST, LONGEST = 40, 120  # tokens of a chat
+CHAT = "40:119"  # tokens
 
 
 class Tally(msgspec.Struct):
@@ -59,16 +59,22 @@ async def chat(host: str, port: int, max_tokens: int, tally: Tally) -> None:
 
 
 async def stream(
-    number: int, host: str, port: int, until: float, tokens: int, tally: Tally
+    number: int, host: str, port: int, until: float, tokens: tuple[int, int], tally: Tally
 ) -> None:
     """Chats one after the other until the time is over; the last one is read to its end."""
     draw = random.Random(number)
     while time.monotonic() < until and not tally.errors:
-        await chat(host, port, tokens or draw.randrange(SHORTEST, LONGEST), tally)
+        await chat(host, port, draw.randint(*tokens), tally)
 
 
-async def streams(url: str, count: int, seconds: float, tokens: int) -> Tally:
-    """All of them; chats of so many tokens, or of lengths that are drawn."""
+def lengths(text: str) -> tuple[int, int]:
+    """Least and most: "40:119", or one number for both."""
+    least, _, most = text.partition(":")
+    return int(least), int(most or least)
+
+
+async def streams(url: str, count: int, seconds: float, tokens: tuple[int, int]) -> Tally:
+    """All of them; lengths of chats are drawn."""
     address, tally = urlsplit(url), Tally()
     until = time.monotonic() + seconds
     host, port = address.hostname or "127.0.0.1", address.port or 80
@@ -82,7 +88,7 @@ def main() -> int:
     parser.add_argument("--url", required=True)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument("--tokens", type=int, default=0, help="of each chat; 0: drawn")
+    parser.add_argument("--tokens", type=lengths, default=CHAT, help="of a chat: least:most")
     arguments = parser.parse_args()
     counts = arguments.streams, arguments.seconds, arguments.tokens
     tally = uvloop.run(streams(arguments.url, *counts))

@@ -90,3 +90,25 @@ def full_steps(submits: Sequence[SubmitStep], rows: int, *, share: float = 0.75)
     """The group steps [first, end) between the first and the last that are nearly full."""
     full = [s.group_step for s in submits if len(s.rows) // ROW.itemsize >= share * rows]
     return (full[0], full[-1] + 1) if full else (0, 0)
+
+
+def steady_steps(
+    submits: Sequence[SubmitStep], rows: int, *, share: float = 0.9
+) -> tuple[int, int]:
+    """The longest run [first, end) of group steps that are nearly full and compute no prompt."""
+    best, first, before = (0, 0), 0, -1
+    for step in submits:
+        at, count = step.group_step, len(step.rows) // ROW.itemsize
+        if count < share * rows or num_prompt_rows(step):
+            continue
+        if at != before + 1:
+            first = at
+        before = at
+        if at + 1 - first > best[1] - best[0]:
+            best = (first, at + 1)
+    return best
+
+
+def num_prompt_rows(step: SubmitStep) -> int:
+    """Rows that compute a part of a prompt."""
+    return int(np.count_nonzero(np.frombuffer(step.rows, ROW)["mode"] == RowMode.PREFILL))

@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -42,7 +42,6 @@ class Run:
     ideal: metrics.Window | None  # of the replay, if one was made
     same_tokens: bool  # in the replay
     load: Load
-    waits: list[str] = field(default_factory=list)  # how many, for the device; then what for
 
 
 def run(case: Case, steps: int, *, with_replay: bool) -> Run:
@@ -63,7 +62,7 @@ def _run_pair(config: Config, case: Case, steps: int, *, with_replay: bool) -> R
     run_dir = Path(config.mesh.run_dir)
     path, out = run_dir / "mesh.toml", run_dir / "recording"
     path.write_text(dump_toml(config))
-    commands = _commands(config, case, path, out)
+    commands = commands_of(config, path, out, work_ms=case.work * case.step_ms)
     with _started(config, commands["executor-0-0"]) as executor:
         with _started(config, commands["scheduler-0"]) as scheduler:
             sink = Sink(config, case)
@@ -77,37 +76,43 @@ def _run_pair(config: Config, case: Case, steps: int, *, with_replay: bool) -> R
             finally:
                 sink.close()
         bounds, load = (first, first + steps), meter.load(steps)
-        return _evaluate(config, case, _read(out), bounds, with_replay, load)
+        return _evaluate(config, case, read_recording(out), bounds, with_replay, load)
 
 
 def _run_mesh(config: Config, case: Case, steps: int, *, with_replay: bool) -> Run:
     """Everything, and HTTP clients in a process of their own."""
     run_dir = Path(config.mesh.run_dir)
     out = run_dir.parent / "recording"
-    commands = _commands(config, case, run_dir / "mesh.toml", out)
+    commands = commands_of(config, run_dir / "mesh.toml", out, work_ms=case.work * case.step_ms)
     with Mesh(config, commands=list(commands.values())) as mesh:
         meter = Meter(mesh.pids)
-        cpu_ms = _serve_clients(mesh.url, case, WARM_S + steps * case.step_ms / 1000)
+        cpu_ms = serve_clients(mesh.url, case.rows, WARM_S + steps * case.step_ms / 1000)
         meter.stop(clients=cpu_ms)
-    recording = _read(out)
+    recording = read_recording(out)
     load = meter.load(len(recording.results))
     bounds = metrics.full_steps(recording.submits, case.rows)
     if bounds[1] - bounds[0] < steps // 2:
         raise RunError(f"only the group steps {bounds} were full of rows")
     if not with_replay:
-        found = _evaluate(config, case, recording, bounds, with_replay, load)
-        return replace(found, waits=_waits(out)) if case.model else found
+        return _evaluate(config, case, recording, bounds, with_replay, load)
     (run_dir / "mesh.toml").write_text(dump_toml(config))
     with _started(config, commands["executor-0-0"]):
         return _evaluate(config, case, recording, bounds, with_replay, load)
 
 
-def _serve_clients(url: str, case: Case, seconds: float) -> float:
-    """Run the clients to their end; the CPU time that they took, ms."""
-    argv = [sys.executable, "-m", "bench.rig.clients", "--url", url]
-    argv += ["--streams", str(case.rows), "--seconds", str(seconds)]
-    argv += ["--tokens", str(case.output_tokens)]
-    last_s = STOP_S + case.output_tokens * case.step_ms / 1000  # the last chats are read to the end
+def serve_clients(
+    url: str, streams: int, seconds: float, *, tokens: str = "", last_s: float = STOP_S
+) -> float:
+    """Run the clients to their end; the CPU time that they took, ms.
+
+    Args:
+        tokens: of each chat, see `bench.rig.clients`.
+        last_s: what the chats that run at the end may take.
+    Raises:
+        RunError: a chat failed.
+    """
+    argv = [sys.executable, "-m", "bench.rig.clients", "--url", url, "--streams", str(streams)]
+    argv += ["--seconds", str(seconds), *(["--tokens", tokens] if tokens else [])]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=seconds + last_s)
     if done.returncode:
         raise RunError(f"clients: {done.stdout or done.stderr}")
@@ -137,25 +142,19 @@ def _evaluate(
 # ------------------------------------------------------------ processes
 
 
-def _commands(config: Config, case: Case, path: Path, out: Path) -> dict[str, Command]:
-    """Those of the mesh, with the scheduler's core recorded."""
+def commands_of(config: Config, path: Path, out: Path, *, work_ms: float) -> dict[str, Command]:
+    """Those of the mesh, with the scheduler's core recorded.
+
+    Args:
+        path: of the mesh.toml.
+        out: where the `Recording` goes.
+        work_ms: CPU time that the scheduler's loop burns before each step.
+    """
     commands = {command.name: command for command in mesh_commands(config, path)}
     argv = [sys.executable, "-m", "bench.rig.recorder", "--config", str(path), "--out", str(out)]
-    argv += ["--work-ms", str(case.work * case.step_ms)]
+    argv += ["--work-ms", str(work_ms)]
     commands["scheduler-0"] = replace(commands["scheduler-0"], argv=argv)
-    if case.model:
-        argv = [sys.executable, "-m", "bench.rig.executor", "--config", str(path)]
-        argv += ["--index", "0", "--rank", "0", "--out", str(_waits_file(out))]
-        commands["executor-0-0"] = replace(commands["executor-0-0"], argv=argv)
     return commands
-
-
-def _waits_file(out: Path) -> Path:
-    return out.with_name(f"{out.name}-waits")
-
-
-def _waits(out: Path) -> list[str]:
-    return _waits_file(out).read_text().splitlines()
 
 
 @contextmanager
@@ -189,5 +188,6 @@ def _last_lines(log: Path) -> str:
     return " | ".join(tail(log, 4))
 
 
-def _read(out: Path) -> Recording:
+def read_recording(out: Path) -> Recording:
+    """What the scheduler of `commands_of` wrote when it ended."""
     return msgspec.msgpack.decode(out.read_bytes(), type=Recording)
