@@ -27,7 +27,7 @@ $(PYTEST) -m "($(1)) and alone" $(call marked,alone) $(ARGS) || second=$$?; \
 case $$first/$$second in 0/0 | 0/5 | 5/0) ;; *) exit 1 ;; esac
 endef
 
-.PHONY: help licences fuzz venv kernels demo test long large check system system-all chaos chaos-long soak ci mutants test-gpu bench clean distclean
+.PHONY: help licences fuzz venv kernels demo test long large check system chaos chaos-long soak ci mutants test-gpu bench clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -36,7 +36,7 @@ help:
 	@echo "make long      tests of whole meshes that take minutes"
 	@echo "make large     groups of 128 ranks in the simulator, 20 kills of ranks: minutes each, by hand"
 	@echo "make check     ruff and pyright"
-	@echo "make system    containers and collectors: needs root, installs its tools; system-all: containers under load, too"
+	@echo "make system    containers, hosts, collectors, a browser: needs root, installs its tools"
 	@echo "make chaos     3 minutes of random faults under streams; chaos-long: 210 of them"
 	@echo "make soak      30 minutes at 80 % load: what grows or gets slower is named; by hand"
 	@echo "make ci        check, test, long, system, chaos"
@@ -77,10 +77,6 @@ check: $(STAMP)
 	$(BIN)/pyright
 
 system: $(STAMP)
-	tests/system/install.sh $(BIN)/python
-	$(BIN)/python -m pytest -m "system and not large" tests/system $(ARGS)
-
-system-all: $(STAMP)
 	tests/system/install.sh $(BIN)/python
 	$(BIN)/python -m pytest -m system tests/system $(ARGS)
 

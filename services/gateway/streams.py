@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from deepmesh.wire.link import LinkEvent, Mail, PeerDown, PeerUp
+from deepmesh.wire.link import LinkEvent, Mail, Peer, PeerDown, PeerUp
 from deepmesh.wire.messages import (
     DELTA_ADMITTED,
     Cancel,
@@ -21,6 +21,7 @@ from deepmesh.wire.messages import (
     ResponseFailed,
     ResponseFinished,
     Rid,
+    ServiceStats,
     Submit,
 )
 from services.gateway.stream import End, Stream, StreamLimits
@@ -118,7 +119,7 @@ class Streams:
                 _log.warning("%s is lost: %s", peer.name, reason)
                 for stream in self._running():
                     if stream.placed == peer.key:
-                        self._lost(stream, peer.name)
+                        self._lost(stream, peer.name, has_stopped=_said_that_it_stops(peer))
             case Mail(message=message):
                 self.num_stray_messages += 1
                 _log.warning("%s sent a %s", event.peer.name, type(message).__name__)
@@ -169,15 +170,19 @@ class Streams:
         stream.has_moved = False
         stream.num_credited = 0  # the new instance has not heard of any
 
-    def _lost(self, stream: Stream, name: str) -> None:
-        """The tokenizer of this request is gone; go on with another, or with it when back."""
+    def _lost(self, stream: Stream, name: str, *, has_stopped: bool) -> None:
+        """The tokenizer of this request is gone; go on with another, or with it when back.
+
+        Args:
+            has_stopped: on somebody's order, so no request is to blame.
+        """
         self._tokenizers.release(stream.placed)
         stream.placed = ""
         if stream.submit is None:
             detail = f"{name} was lost, and this request's body was too large to be kept"
             self._end(stream, ResponseFailed(stream.rid, ErrorCode.ENGINE_RESTARTED, detail))
             return
-        if stream.is_suspect(self._limits, self._clock()):
+        if not has_stopped and stream.is_suspect(self._limits, self._clock()):
             detail = (
                 f"{stream.num_suspect_losses} tokenizers in a row were lost soon after they got "
                 "this request; it is not tried again"
@@ -307,3 +312,8 @@ class Streams:
 
     def _hop(self, mail: Mail, stream: Stream) -> None:
         self._on_hop(mail, stream.traceparent)
+
+
+def _said_that_it_stops(peer: Peer) -> bool:
+    """A tokenizer is ready from its first heartbeat on, until it is told to stop."""
+    return peer.stats != ServiceStats() and not peer.stats.ready

@@ -204,6 +204,7 @@ class Core:
 
     def tick(self, clock: Clock) -> None:
         """What time alone makes due; a few times a second."""
+        self._upstream.leave_stalled(self._book.live, clock.now)
         for request in self._book.live:
             if request.orphaned_at and (
                 clock.now - request.orphaned_at >= self._config.scheduler.orphan_s

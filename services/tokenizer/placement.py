@@ -9,6 +9,8 @@ from deepmesh.fingerprint import weights_of
 from deepmesh.wire.link import Peer
 from deepmesh.wire.messages import ReplicaStats
 
+STALLED_S = 10.0  # an executor that ends is back within a few seconds, or it takes long
+
 
 class Schedulers:
     """The schedulers whose link is up, with the load we gave them. Pure."""
@@ -16,6 +18,7 @@ class Schedulers:
     def __init__(self, vocabulary: str = "") -> None:
         self._vocabulary = vocabulary  # digest of ours; empty: not to be compared
         self._up: dict[str, Peer] = {}
+        self._idle_since: dict[str, float] = {}  # those whose engines do not run
         self.placed: Counter[str] = Counter()  # our running requests, by scheduler
 
     @property
@@ -40,6 +43,27 @@ class Schedulers:
     def down(self, name: str) -> None:
         """A link is gone."""
         self._up.pop(name, None)
+        self._idle_since.pop(name, None)
+
+    def look(self, now: float) -> None:
+        """Note since when engines have not run, as heartbeats say."""
+        for name, peer in self._up.items():
+            if any(replica.ready for replica in peer.stats.replicas):
+                self._idle_since.pop(name, None)
+            else:
+                self._idle_since.setdefault(name, now)
+
+    def stalled(self, now: float) -> set[str]:
+        """Whose engine has not run for `STALLED_S`: its requests need not wait for it."""
+        return {name for name, at in self._idle_since.items() if now - at >= STALLED_S}
+
+    def successor(self, name: str, fingerprint: str) -> Peer | None:
+        """A scheduler with a running engine, not `name`, that can go on with an answer.
+
+        `fingerprint`: of the engine that began it; empty: any.
+        """
+        peer = self.choose({name}, fingerprint)
+        return peer if peer is not None and not any(self._rank(peer)[:2]) else None
 
     def get(self, name: str) -> Peer | None:
         """The scheduler, if it is up."""

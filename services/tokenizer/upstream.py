@@ -65,6 +65,21 @@ class Upstream:
         self._send(request, peer, now)
         return True
 
+    def leave_stalled(self, requests: list[Request], now: float) -> None:
+        """Whose scheduler has had no engine for long continues at one that has. A group that is
+        upgraded rank by rank, or whose executor cannot be placed, may take any time."""
+        self.schedulers.look(now)
+        stalled = self.schedulers.stalled(now)
+        for request in requests if stalled else ():
+            name = request.scheduler
+            if name not in stalled or request.phase not in (Phase.SENT, Phase.RUNNING):
+                continue
+            peer = self.schedulers.successor(name, request.fingerprint if request.output else "")
+            if peer is not None:
+                self._outbox.add(ToScheduler(name, Abort(request.rid, request.attempt)))
+                self._uncount(request)
+                self._send(request, peer, now)
+
     def ask(self, request: Request, names: set[str], now: float) -> bool:
         """Ask schedulers whether they hold it already; False while none of them is up."""
         self._uncount(request)

@@ -332,6 +332,18 @@ def test_a_request_that_moves_or_lives_long_is_no_suspect() -> None:
         assert lives.placed
 
 
+def test_tokenizers_that_were_told_to_stop_throw_no_suspicion() -> None:
+    bench = Bench()
+    stream = bench.open()
+    for number in range(6):
+        bench.pass_time(1)
+        (peer,) = bench.tokenizers.peers
+        peer.stats = ServiceStats(False, requests=1)  # its last heartbeat
+        bench.down()
+        bench.up(key=f"next-{number}")
+        assert stream.placed
+
+
 def test_a_moved_request_of_which_nothing_comes_is_given_up_at_last() -> None:
     bench = Bench(deadline_s=120, stuck_s=1200)
     moved = bench.open(b"m" * 16)

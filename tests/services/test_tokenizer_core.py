@@ -38,6 +38,7 @@ from deepmesh.wire.packed import pack_ids
 from services.tokenizer.actions import REPORT_STEPS, Prepare, ToGateway, ToScheduler, Trace
 from services.tokenizer.book import Clock
 from services.tokenizer.core import Core
+from services.tokenizer.placement import STALLED_S
 from services.tokenizer.prepare import Preparer
 from services.tokenizer.replies import MAX_ABORTS
 from services.tokenizer.service import prepare
@@ -471,6 +472,51 @@ def test_requests_of_a_lost_scheduler_move_at_once() -> None:
     assert not desk.ends
     desk.up("scheduler-0", incarnation=b"2")
     assert not desk.sent(Generate)
+
+
+def test_requests_of_a_scheduler_without_an_engine_move_after_a_while() -> None:
+    desk = Desk()
+    desk.submit()
+    desk.tokens(0, OUTPUT[:3])
+    desk.to_scheduler.clear()
+    peer = desk.up()  # an executor of its group is away
+    peer.stats = ServiceStats(True, 0, [ReplicaStats("scheduler-0", False)])
+    for _ in range(3):
+        desk.wait(STALLED_S / 2)
+    assert not desk.sent(Generate)  # nobody else is there: it waits
+    desk.up("scheduler-1", replica=ReplicaStats("scheduler-1", False))
+    desk.wait(0.1)
+    assert not desk.sent(Generate)  # one without an engine is no better
+    desk.up("scheduler-1")
+    desk.wait(0.1)
+    assert ("scheduler-0", Abort(RID, 1)) in desk.to_scheduler
+    (again,) = desk.sent(Generate)
+    assert isinstance(again, Generate)
+    assert (again.attempt, again.confirmed_ids) == (2, pack_ids(OUTPUT[:3]))
+    desk.scheduler(Finished(RID, FinishReason.ABORT, 3))  # the old one obeys
+    assert not desk.ends
+    desk.wait(0.1)
+    assert not desk.sent(Generate)
+    desk.scheduler(Accepted(RID, 2, "scheduler-1"), "scheduler-1")
+    late = TokenBatch(1, 1, [TokenRow(RID, 3, pack_ids(OUTPUT[3:]))])
+    desk.scheduler(late, "scheduler-1")
+    desk.scheduler(Finished(RID, FinishReason.STOP, len(OUTPUT)), "scheduler-1")
+    assert desk.events() == WHOLE
+
+
+def test_an_engine_that_comes_back_in_time_keeps_its_requests() -> None:
+    desk = Desk()
+    desk.up("scheduler-1")
+    desk.submit()
+    ((name, _),) = [each for each in desk.to_scheduler if isinstance(each[1], Generate)]
+    peer = desk.up(name)
+    desk.to_scheduler.clear()
+    for is_ready in (False, True, False, True):
+        peer.stats = ServiceStats(True, 0, [ReplicaStats(name, is_ready)])
+        desk.wait(STALLED_S * 0.8)
+    desk.wait(0.1)
+    sent = [each for each in desk.to_scheduler if each[0] != name or isinstance(each[1], Abort)]
+    assert sent == []
 
 
 def test_a_link_that_flaps_does_not_restart_the_request() -> None:

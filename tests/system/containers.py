@@ -75,9 +75,19 @@ class ComposeMesh:
         began = time.time()
         how = ["--detach", "--no-build", "--no-deps"]
         if service == "tokenizer":
-            how += ["--scale", f"tokenizer={len(self.numbers(service))}"]
-        self._compose("up", *how, service, timeout_s=UP_S)
+            self._roll_tokenizers(began)
+        else:
+            self._compose("up", *how, service, timeout_s=UP_S)
         return began
+
+    def _roll_tokenizers(self, began: float) -> None:
+        """As many new ones beside the old ones; then compose removes those of the other image."""
+        old = self.numbers("tokenizer")
+        for number, more in ((2 * len(old), ["--no-recreate"]), (len(old), [])):
+            how = ["--detach", "--no-build", "--no-deps", *more, "--scale", f"tokenizer={number}"]
+            self._compose("up", *how, "tokenizer", timeout_s=UP_S)
+            new = set(self.numbers("tokenizer")) - set(old)
+            self.wait_healthy(new, since=began, timeout_s=UP_S)
 
     def numbers(self, service: str) -> list[str]:
         """Containers of a scaled service, as they are called here."""
