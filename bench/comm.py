@@ -1,13 +1,11 @@
 """How long tokens take to their experts and back: dispatch and combine of one layer.
 
-`deepmesh bench comm --json`. On a host: gloo, and the one-sided exchange between threads. On
-GPUs: ranks are streams, one a device where there are so many; where they share one, figures are an
-indication. A step of 20 exchanges is one CUDA graph. Bytes are those that leave a rank for itself
-and others.
+`deepmesh bench comm --json`. On a host: gloo, and the one-sided exchange between threads; bytes are
+those that leave a rank for itself and others. On GPUs: `bench/gpu/comm.py`; where ranks share a
+device, figures are an indication.
 """
 
 import argparse
-import statistics
 import sys
 import threading
 import time
@@ -19,29 +17,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
+from bench.gpu import comm as gpu
+from bench.gpu.comm import NUM_EXPERTS, draw
+from bench.gpu.comm import owners_of as shared
+from bench.gpu.ranks import on_ranks
 from bench.tables import show
 from deepmesh.report import Json, publish, report
 from kernels.comm.gloo import GlooExchange
 from kernels.comm.one_sided import Geometry, OneSidedExchange
 from kernels.comm.windows import local_windows
 
-TOKENS = {"cpu": (1, 16, 128), "cuda": (1, 16, 64, 128, 1024)}
-NUM_EXPERTS = 384
+TOKENS = {"cpu": (1, 16, 128), "cuda": (1, 16, 64, 128, 1024, 8192)}
 COLUMNS = ("ranks", "backend", "tokens", "mode", "latency_us", "gbps")
+GPU_COLUMNS = ("backend", "tokens", "mode", "dispatch_us", "combine_us", "put_us")
+GPU_COLUMNS += ("dispatch_gbps", "combine_gbps", "dispatch_share_of_put", "combine_share_of_put")
 Own = tuple[Tensor, Tensor, Tensor]  # x, ids, weights
-
-
-def draw(rank: int, count: int, hidden: int, top_k: int) -> Own:
-    """Tokens of a rank with evenly drawn experts."""
-    random = torch.Generator().manual_seed(rank)
-    x = torch.randn(count, hidden, generator=random)
-    ids = torch.rand(count, NUM_EXPERTS, generator=random).topk(top_k).indices.sort(1).values
-    return x, ids, torch.rand(count, top_k, generator=random)
-
-
-def shared(ranks: int) -> Tensor:
-    """Owners: an equal run of experts for each rank."""
-    return torch.arange(NUM_EXPERTS) * ranks // NUM_EXPERTS
 
 
 def sent_bytes(shape: Geometry, count: int) -> float:
@@ -113,65 +103,30 @@ def one_sided_host(shape: Geometry, count: int, rounds: int) -> float:
     return took
 
 
-def one_sided_cuda(shape: Geometry, count: int, layers: int) -> float:
-    """Seconds of one exchange, of graphs of `layers` of them on a stream for each rank."""
-    count_devices = torch.cuda.device_count()
-    devices = [f"cuda:{rank % count_devices}" for rank in range(shape.ranks)]
-    windows = local_windows(shape.window_bytes, devices)
-    exchanges = [
-        OneSidedExchange(shape, rank, windows.addresses, device=device)
-        for rank, device in enumerate(devices)
-    ]
-    streams = [torch.cuda.Stream(device) for device in devices]
-    graphs = [torch.cuda.CUDAGraph() for _ in exchanges]
-    kept: list[object] = []
-    for rank, exchange in enumerate(exchanges):
-        x, ids, weights = draw(rank, count, shape.hidden, shape.top_k)
-        device = devices[rank]
-        owners = shared(shape.ranks).int().to(device)
-        own = x.bfloat16().to(device), ids.int().to(device), weights.to(device)
-        slots = torch.randn(
-            shape.ranks * count, shape.top_k, shape.hidden, dtype=shape.slots, device=device
-        )
-        exchange.begin(1, count)
-        with torch.cuda.device(device):
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graphs[rank], stream=streams[rank]):
-                for _ in range(layers):
-                    exchange.dispatch(*own, owners)
-                    exchange.combine(slots)
-        kept += [own, slots, owners]
-    took: list[float] = []
-    for _ in range(12):
-        for stream in streams:
-            stream.synchronize()
-        began = time.perf_counter()
-        for graph, stream in zip(graphs, streams, strict=True):
-            with torch.cuda.stream(stream):
-                graph.replay()
-        for stream in streams:
-            stream.synchronize()
-        took.append((time.perf_counter() - began) / layers)
-    for exchange in exchanges:
-        exchange.check()
-    windows.close()
-    return statistics.median(took[2:])
+def on_gpus(arguments: argparse.Namespace) -> tuple[list[dict[str, Json]], str]:
+    """Cases of a process a rank; what went wrong, if anything did."""
+    asked: dict[str, Json] = {
+        "hidden": arguments.hidden,
+        "top_k": arguments.top_k,
+        "tokens": sorted(arguments.tokens or TOKENS["cuda"]),
+    }
+    group = on_ranks(
+        gpu.measure, asked, ranks=arguments.ranks, device="cuda", limit_s=arguments.limit
+    )
+    return group.found[0], group.problem
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Json]]:
-    """All cases."""
-    device, ranks = arguments.device, arguments.ranks
+    """All cases of a host."""
+    ranks = arguments.ranks
     torch.set_num_threads(1)
     cases: list[dict[str, Json]] = []
-    for count in arguments.tokens or TOKENS[device]:
+    for count in arguments.tokens or TOKENS["cpu"]:
         for is_fast in (False, True):
             shape = Geometry(ranks, count, arguments.hidden, arguments.top_k, is_fast=is_fast)
-            if device == "cuda":
-                backends = {"one_sided": lambda s=shape, c=count: one_sided_cuda(s, c, 20)}
-            else:
-                backends = {"one_sided": lambda s=shape, c=count: one_sided_host(s, c, 5)}
-                if not is_fast:
-                    backends["gloo"] = lambda s=shape, c=count: gloo(s, c, 5)
+            backends = {"one_sided": lambda s=shape, c=count: one_sided_host(s, c, 5)}
+            if not is_fast:
+                backends["gloo"] = lambda s=shape, c=count: gloo(s, c, 5)
             for backend, run in backends.items():
                 took = run()
                 cases.append(
@@ -196,14 +151,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--hidden", type=int, default=5120)
     parser.add_argument("--top-k", type=int, default=6)
     parser.add_argument("--tokens", type=int, action="append", help="of a rank")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds, of GPUs")
     parser.add_argument("--json", action="store_true")
     parsed = parser.parse_args(arguments)
     if parsed.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device here", file=sys.stderr)
         return 1
-    cases = measure(parsed)
-    show("dispatch and combine", COLUMNS, cases)
-    gpu = torch.cuda.get_device_name() if parsed.device == "cuda" else None
+    name, problem = None, ""
+    if parsed.device == "cuda":
+        name = torch.cuda.get_device_name()
+        cases, problem = on_gpus(parsed)
+        print(problem, file=sys.stderr, end="")
+        show("dispatch and combine", GPU_COLUMNS, cases)
+    else:
+        cases = measure(parsed)
+        show("dispatch and combine", COLUMNS, cases)
     config: dict[str, Json] = {
         "device": parsed.device,
         "hidden": parsed.hidden,
@@ -211,9 +173,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "experts": NUM_EXPERTS,
         "devices": torch.cuda.device_count() if parsed.device == "cuda" else 0,
     }
-    found = report("bench comm", config=config, cases=cases, ok=True, gpu=gpu)
-    publish(found, name="comm", as_json=parsed.json)
-    return 0
+    found = report("bench comm", config=config, cases=cases, ok=not problem, gpu=name)
+    publish(found | {"problem": problem}, name="comm", as_json=parsed.json)
+    return 1 if problem else 0
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from bench.accounting import Touched, kv_bytes, weight_bytes
+from bench.gpu import slice_ranks
 from bench.gpu.model_slice import ModelSlice, layer_kinds, mean_touched
 from bench.gpu.timing import Rates, event_us
 from bench.tables import show
@@ -64,6 +65,8 @@ def case_of(
 
 def run(arguments: argparse.Namespace) -> dict[str, Json]:
     """The whole benchmark; arguments of `bench decode`."""
+    if arguments.ranks > 1:
+        return slice_ranks.run("decode", "batch", arguments)
     on_gpu = arguments.device == "cuda"
     rates = Rates() if on_gpu else None
     part = ModelSlice(

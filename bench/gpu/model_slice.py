@@ -11,6 +11,7 @@ from bench.gpu.popularity import make_popular
 from bench.gpu.routes_seen import experts_of, routes_seen
 from deepmesh.wire.messages import Capacity, Pool, SamplingParams, SlotInit
 from deepmesh.wire.packed import BLOCK, pack_ids
+from kernels.comm.one_sided import OneSidedExchange
 from kernels.step.slots_portable import ROW_FIELDS, Sampling
 from services.executor.batch import BatchRow, StepBatch
 from services.executor.gpu.decode_program import DecodeProgram
@@ -29,15 +30,25 @@ class ModelSlice:
     """Random weights of real shape, and a cache in which every row has a context."""
 
     def __init__(
-        self, preset: str, layers: int, *, rows: int, context: int, tokens: int, device: str
+        self,
+        preset: str,
+        layers: int,
+        *,
+        rows: int,
+        context: int,
+        tokens: int,
+        device: str,
+        exchange: OneSidedExchange | None = None,
     ) -> None:
         """
         Args:
             rows: of the largest decode step, each with `context` tokens.
             tokens: of the longest prompt.
+            exchange: of a rank that has a part of the experts; all ranks then do the same.
         """
         raw = preset_config(preset, layers=layers)
-        self.model, self._biases = random_device_parts(raw, device=device)
+        self.model, self.biases = random_device_parts(raw, device=device, exchange=exchange)
+        self._first = 0 if exchange is None else exchange.rank * rows  # row of all ranks' rows
         self.config, self.device = self.model.config, self.model.device.name
         self._width = -(-(context + 1) // BLOCK_TOKENS)
         self._held = -(-self.config.sliding_window // BLOCK_TOKENS) + WINDOW_SPARE
@@ -57,13 +68,15 @@ class ModelSlice:
         for row in range(rows):
             self._open(row)
         self._apply()
-        self._draw = torch.Generator().manual_seed(3)
+        self._draw = torch.Generator().manual_seed(3 + self._first)
 
     # ------------------------------------------------------------ decode
 
     def program(self, rows: int, *, graph: bool) -> DecodeProgram:
         """A step of one token of each of the first `rows` requests, ready to run."""
         step = DecodeStep.empty(self.config, rows, self._slots.max_blocks, self.device)
+        if self.model.group is not None:
+            self.model.group.padded = rows
         program = DecodeProgram(self.model, self.cache, step)
         if graph:
             program.capture()
@@ -91,17 +104,19 @@ class ModelSlice:
             ids.copy_(fresh.int())
             program.run()
 
-        make_popular(self._biases, self.config.num_experts_per_tok, zipf, step)
+        make_popular(self.biases, self.config.num_experts_per_tok, zipf, step)
 
     def make_popular_in_prompts(self, zipf: float, tokens: int) -> None:
         """The same of prompts of so many tokens."""
         top_k = self.config.num_experts_per_tok
-        make_popular(self._biases, top_k, zipf, lambda: self.prefill(self.prompt(tokens)))
+        make_popular(self.biases, top_k, zipf, lambda: self.prefill(self.prompt(tokens)))
 
     def _open(self, row: int) -> None:
         """A request that has computed all of its context but the newest token."""
         order = self.config.engram_max_ngram_size
-        ids = np.random.default_rng(row).integers(20, self.config.vocab_size, order + 1)
+        ids = np.random.default_rng(self._first + row).integers(
+            20, self.config.vocab_size, order + 1
+        )
         self._slots.open(
             SlotInit(
                 row,
@@ -159,6 +174,8 @@ class ModelSlice:
 
     def prefill(self, batch: StepBatch) -> Tensor:
         """Logits, as the executor computes a prompt's chunk."""
+        if self.model.group is not None:
+            self.model.group.padded = batch.num_tokens
         if self.model.prefill is not None:
             return self.model.prefill.forward(batch, self.cache).logits
         return self.model.forward(batch, self.cache).logits

@@ -49,9 +49,21 @@ def slice_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def ranks_options(parser: argparse.ArgumentParser) -> None:
+    """--ranks, --limit."""
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        help="more than one: the slice on one GPU and on a group of so many, in one run",
+    )
+    parser.add_argument("--limit", type=float, default=400.0, help="seconds, of a group's run")
+
+
 def decode_options(parser: argparse.ArgumentParser) -> None:
     """Of `bench decode`."""
     slice_options(parser)
+    ranks_options(parser)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--context", type=int, nargs=1, default=[8192])
 
@@ -59,6 +71,7 @@ def decode_options(parser: argparse.ArgumentParser) -> None:
 def prefill_options(parser: argparse.ArgumentParser) -> None:
     """Of `bench prefill`."""
     slice_options(parser)
+    ranks_options(parser)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
 
 

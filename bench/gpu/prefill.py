@@ -14,6 +14,7 @@ import time
 import torch
 
 from bench.accounting import prefill_flops
+from bench.gpu import slice_ranks
 from bench.gpu.model_slice import ModelSlice, layer_kinds
 from bench.gpu.routes_seen import experts_of, routes_seen
 from bench.gpu.timing import Rates, event_us
@@ -84,6 +85,8 @@ def products(part: ModelSlice, batch: StepBatch) -> list[Json]:
 
 def run(arguments: argparse.Namespace) -> dict[str, Json]:
     """The whole benchmark; arguments of `bench prefill`."""
+    if arguments.ranks > 1:
+        return slice_ranks.run("prefill", "tokens", arguments)
     on_gpu = arguments.device == "cuda"
     rates = Rates() if on_gpu else None
     part = ModelSlice(

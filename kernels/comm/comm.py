@@ -15,12 +15,12 @@ class ExchangeError(RuntimeError):
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Tokens whose experts are wanted here: from rank 0, then from rank 1, and so on."""
+    """Tokens whose experts are wanted here: from rank 0, then from rank 1, and so on, each rank's
+    in their order. Where the exchange is one of padded buffers, there is room for all tokens."""
 
     x: Tensor  # [num_arrived, hidden], float32
     expert_ids: Tensor  # [num_arrived, top_k], int64, as they were sent; also other ranks'
     weights: Tensor  # [num_arrived, top_k], float32
-    counts: Tensor | None = None  # [ranks], int32: of each rank's rows so many are tokens
 
 
 class Exchange(Protocol):

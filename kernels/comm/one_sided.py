@@ -1,8 +1,8 @@
 """The exchange by one-sided writes into windows of the other ranks: `csrc/exchange.cu`.
 
-Sizes are those of the step's capacity and counts stay on the device, so a whole step can be a CUDA
-graph. All ranks must enter the same exchanges in the same order, and replay the same graphs. The
-same source runs on a host, where ranks are threads: that is how the protocol is tested.
+Sizes are those of the step's capacity and nothing is read by the host, so a whole step can be a
+CUDA graph. All ranks must enter the same exchanges in the same order, and replay the same graphs.
+The same source runs on a host, where ranks are threads: that is how the protocol is tested.
 """
 
 import ctypes
@@ -17,12 +17,11 @@ from kernels import cuda, portable
 from kernels.comm.comm import Arrivals, ExchangeError
 
 PATIENCE_S = 5.0
-_MOST_BLOCKS = 256  # that send
-_MOST_FLAGS = 4096  # of parts on their way back, that a rank may look at
-_STATE_WORDS, _STATUS_WORDS = 4 + 8, 6
+_MOST_ITEMS = 2048  # of an exchange, each with a flag of its own
+_STATE_WORDS, _STATUS_WORDS = 4, 6
 _FAILED, _TAG = 2, 3  # words of the state
 _APART = 2  # value of the first of these
-_STOP, _CODE, _EXCHANGE, _FROM, _BLOCK, _THEIR_TAG = range(_STATUS_WORDS)
+_STOP, _CODE, _EXCHANGE, _FROM, _ITEM, _THEIR_TAG = range(_STATUS_WORDS)
 _LATE, _STOPPED, _ELSEWHERE = 1, 2, 3  # values of the code
 
 
@@ -40,6 +39,8 @@ class Geometry:
 
     def __post_init__(self) -> None:
         """Refuse what the kernels have no code for."""
+        if self.top_k > 32:
+            raise ValueError(f"{self.top_k} experts of a token: at most 32")
         if self.hidden % 32:
             raise ValueError(f"hidden {self.hidden} must be a multiple of 32")
         if self.slots not in (torch.bfloat16, torch.float32):
@@ -60,7 +61,7 @@ class _Group(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rank", "ranks", "capacity", "hidden", "top_k")),
         *((name, ctypes.c_int64) for name in ("is_fp8", "slot_bytes", "is_fast", "patience_ns")),
-        *((name, ctypes.c_void_p) for name in ("windows", "state", "status", "places")),
+        *((name, ctypes.c_void_p) for name in ("windows", "state", "status")),
     )
 
     @staticmethod
@@ -79,8 +80,8 @@ class _Group(ctypes.Structure):
 
 
 class OneSidedExchange:
-    """One rank's `Exchange`. Arrivals have room for the capacity of every rank; `counts` says how
-    much of it is taken, and experts of what is not are -1.
+    """One rank's `Exchange`. Arrivals have room for the capacity of every rank, in which a token
+    lies at its place among those of its rank; experts of what is not wanted here are -1.
     """
 
     def __init__(
@@ -103,18 +104,17 @@ class OneSidedExchange:
         self._state = torch.zeros(_STATE_WORDS, dtype=torch.int32, device=device)
         self._status = torch.zeros(_STATUS_WORDS, dtype=torch.int32, pin_memory=is_cuda)
         self._table = torch.tensor(list(windows), dtype=torch.int64, device=device)
-        shape = geometry.capacity, geometry.top_k
-        self._places = torch.zeros(shape, dtype=torch.int32, device=device)
         self._group = _Group.of(geometry, rank, patience_s)
         self._group.windows, self._group.state = self._table.data_ptr(), self._state.data_ptr()
-        self._group.status, self._group.places = self._status.data_ptr(), self._places.data_ptr()
+        self._group.status = self._status.data_ptr()
         self._library = portable.library("comm", "exchange", is_cuda=is_cuda)
         with self._on_device():
-            cuda.check(self._library.exchange_prepare(ctypes.byref(self._group)))
+            tile = ctypes.c_int64(-(-geometry.capacity // _MOST_ITEMS))
+            cuda.check(self._library.exchange_prepare(ctypes.byref(self._group), tile))
         self.set_tag(0)  # loads what that runs: later would be behind kernels that wait
         if is_cuda:
             torch.cuda.synchronize(self.device)
-        self._capacity = self._tile = self._blocks = 0
+        self._capacity = self._tile = self._items = 0
         self._status_at = self._status.numpy()
         self._sent: tuple[Tensor, Tensor] | None = None  # ids and owners of our own tokens
 
@@ -133,10 +133,9 @@ class OneSidedExchange:
     def set_capacity(self, capacity: int) -> None:
         """Tokens a rank of the exchanges that follow, or are captured, at most: the same on all
         ranks."""
-        assert capacity <= self._geometry.capacity
-        blocks = max(8, min(_MOST_BLOCKS, _MOST_FLAGS // self.ranks))
-        self._capacity, self._tile = capacity, -(-capacity // blocks)
-        self._blocks = -(-capacity // self._tile)
+        assert 0 < capacity <= self._geometry.capacity
+        self._capacity, self._tile = capacity, -(-capacity // _MOST_ITEMS)
+        self._items = -(-capacity // self._tile)
 
     def set_tag(self, tag: int) -> None:
         """Name the step that the next exchanges belong to; on the current stream."""
@@ -149,15 +148,21 @@ class OneSidedExchange:
         weights: Tensor,
         owners: Tensor,
         meanwhile: Callable[[], None] | None = None,
+        *,
+        held: Tensor | None = None,
     ) -> Arrivals:
         """See `Exchange`; x may be float32 or bfloat16 and arrives as it was given, ids and
-        owners are int32, an id below 0 is nobody's. Raises only what was found before."""
+        owners are int32, an id below 0 is nobody's. Raises only what was found before.
+
+        Args:
+            held: [1], int32: how many of the ids that arrive are held here is added.
+        """
         self.check()
         tokens, shape = x.shape[0], self._geometry
         assert tokens <= self._capacity, f"{tokens} tokens, capacity {self._capacity}"
         assert expert_ids.dtype == owners.dtype == torch.int32
         x, expert_ids, weights = x.contiguous(), expert_ids.contiguous(), weights.contiguous()
-        sizes = ctypes.c_int64(self._tile), ctypes.c_int64(self._blocks)
+        sizes = [ctypes.c_int64(n) for n in (self._tile, self._items, self._capacity)]
         is_bf16 = ctypes.c_int64(x.dtype is torch.bfloat16)
         self._call(
             "exchange_send",
@@ -176,17 +181,15 @@ class OneSidedExchange:
             x.new_empty(rows, shape.hidden),
             expert_ids.new_empty(rows, shape.top_k),
             weights.new_empty(rows, shape.top_k),
-            expert_ids.new_empty(self.ranks),
         )
         self._call(
             "exchange_receive",
             *sizes,
-            ctypes.c_int64(self._capacity),
             _at(arrived.x),
             is_bf16,
             _at(arrived.expert_ids),
             _at(arrived.weights),
-            _at(arrived.counts),
+            ctypes.c_void_p(None if held is None else held.data_ptr()),
         )
         self._sent = expert_ids, owners
         return arrived
@@ -197,18 +200,20 @@ class OneSidedExchange:
         ids, owners = self._sent
         assert slots.dtype is self._geometry.slots
         slots, tile = slots.contiguous(), ctypes.c_int64(self._tile)
-        self._call(
-            "exchange_return",
-            tile,
-            ctypes.c_int64(self._blocks),
-            ctypes.c_int64(self._capacity),
-            _at(slots),
-        )
+        capacity = ctypes.c_int64(self._capacity)
+        self._call("exchange_return", tile, ctypes.c_int64(self._items), capacity, _at(slots))
         out = torch.empty(ids.shape[0], self._geometry.hidden, device=self.device)
         tokens = ctypes.c_int64(ids.shape[0])
-        self._call("exchange_reduce", tile, tokens, _at(ids), _at(owners), _at(out))
+        sent = _at(ids), _at(owners)
+        self._call("exchange_reduce", tile, tokens, capacity, *sent, _at(slots), _at(out))
         self._sent = None
         return out
+
+    def skip(self) -> None:
+        """In the place of `combine`, on all ranks: nothing comes back. For benchmarks."""
+        assert self._sent is not None, "skip before dispatch"
+        nothing, self._sent = ctypes.c_int64(0), None
+        self._call("exchange_return", ctypes.c_int64(1), nothing, nothing, ctypes.c_void_p())
 
     def check(self) -> None:
         """Look whether an exchange has failed; waits for nothing.
@@ -229,7 +234,7 @@ class OneSidedExchange:
                     " this rank at another step"
                 )
             case _:
-                raise ExchangeError(f"{where}: rank {words[_FROM]} is late (part {words[_BLOCK]})")
+                raise ExchangeError(f"{where}: rank {words[_FROM]} is late (item {words[_ITEM]})")
 
     def reset(self, windows: Sequence[int], *, is_apart: bool = False) -> None:
         """Begin with exchange 1 over these windows, whatever happened before: graphs stay valid.
@@ -265,6 +270,5 @@ class OneSidedExchange:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
 
-def _at(tensor: Tensor | None) -> ctypes.c_void_p:
-    assert tensor is not None
+def _at(tensor: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr())

@@ -1,4 +1,4 @@
-"""Experts of several ranks on a device: which slot computes a row, and how many rows come where."""
+"""Experts of several ranks on a device: which slot computes a row."""
 
 import torch
 from torch import Tensor
@@ -24,11 +24,6 @@ def choose_slots(
     sizes = expert_ids.numel(), top_k, table.shape[1], rank
     _run("choose_slots", expert_ids, table, copies, *sizes, counts, slots)
     return slots
-
-
-def count_held(slots: Tensor, total: Tensor, *, first: int, held: int) -> None:
-    """Add to `total` [1], int32, how many of `slots` are first … first + held - 1."""
-    _run("count_held", slots, slots.numel(), first, held, total)
 
 
 def _run(function: str, *arguments: portable.Argument) -> None:

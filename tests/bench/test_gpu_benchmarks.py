@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -23,7 +24,8 @@ torch.set_num_threads(1)
 
 
 def arguments(**values: object) -> argparse.Namespace:
-    return argparse.Namespace(device="cpu", preset="v41-nano", layers=4, zipf=[0.0, 2.0], **values)
+    given = {"device": "cpu", "preset": "v41-nano", "layers": 4, "zipf": [0.0, 2.0], "ranks": 1}
+    return argparse.Namespace(**given | values)
 
 
 def test_decode_counts_the_experts_that_its_routers_chose() -> None:
@@ -64,6 +66,26 @@ def test_prefill_counts_its_products() -> None:
         assert case["share_of_peak"] is None  # there is no rate of a GPU here
         assert isinstance(case["flops"], int)
         assert case["flops"] > 2 * 70 * 100_000
+
+
+@pytest.mark.parametrize(
+    ("bench", "sizes"), [(decode, {"batch": [4]}), (prefill, {"tokens": [64]})]
+)
+def test_one_device_and_a_group_of_processes(
+    bench: ModuleType, sizes: dict[str, list[int]]
+) -> None:
+    asked = arguments(context=[70], limit=200.0, **sizes | {"layers": 2, "ranks": 2})
+    found = bench.run(asked)
+    assert found["ok"], found["config"]
+    cases = found["cases"]
+    assert len(cases) == 4
+    assert {(case["ranks"], case["rank"]) for case in cases} == {(1, 0), (1, 1), (2, 0), (2, 1)}
+    (both,) = found["config"]["ratios"]
+    assert both["ratio"] > 0
+    if "batch" in sizes:
+        alone, held = ([c["experts_touched"] for c in cases if c["ranks"] == n] for n in (1, 2))
+        assert all(share < alone[0] for share in held)
+        assert sum(held) >= alone[0] / 2
 
 
 def test_routings_are_alike_in_every_process_and_skewed_as_asked() -> None:
