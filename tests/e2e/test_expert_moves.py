@@ -17,8 +17,8 @@ experts_ridge_rows = 0
 KILL_AFTER = 60  # tokens of all requests
 
 
-def start_moving(folder: Path, ranks: int) -> Mesh:
-    text = CONFIG.format(run_dir=folder / "run", model=MODEL, ranks=ranks, device="cpu")
+def start_moving(folder: Path, ranks: int, device: str = "cpu") -> Mesh:
+    text = CONFIG.format(run_dir=folder / "run", model=MODEL, ranks=ranks, device=device)
     text = text.replace("[scheduler]", "[scheduler]" + OFTEN)
     text = text.replace("[executor]", f"[executor]\nredundant_experts = {ranks}")
     path = folder / "mesh.toml"
