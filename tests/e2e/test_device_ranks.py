@@ -102,7 +102,7 @@ def test_two_gpus_give_the_bits_of_one_while_experts_move_and_a_rank_dies(
             print(
                 f"{name} killed: the next token came {client.next_at - client.killed_at:.2f} s on"
             )
-            recovery_table.row(name, "", f"{client.next_at - client.killed_at:.2f}")
+            recovery_table.row(name, "", f"{took_s:.2f}")
             assert differing(found, expected) == []
             mesh.wait_restarted(name, pids[name])
         assert differing(client.bits(mixed(5)), expected) == []
