@@ -27,7 +27,7 @@ $(PYTEST) -m "($(1)) and alone" $(call marked,alone) $(ARGS) || second=$$?; \
 case $$first/$$second in 0/0 | 0/5 | 5/0) ;; *) exit 1 ;; esac
 endef
 
-.PHONY: help licences fuzz venv kernels demo test long large check system chaos chaos-long soak ci mutants test-gpu bench clean distclean
+.PHONY: help licences fuzz venv kernels demo test long large check system chaos chaos-long soak ci mutants test-gpu test-gpus bench clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -42,6 +42,7 @@ help:
 	@echo "make ci        check, test, long, system, chaos"
 	@echo "make mutants   put known bugs back one by one; each must be caught by its tests"
 	@echo "make test-gpu  tests that need a CUDA device"
+	@echo "make test-gpus tests and benchmarks of two GPUs; PARTS=...: only these"
 	@echo "make fuzz      MINUTES=60: all fuzz targets by coverage; what is found is kept"
 	@echo "make licences  writes docs/licences.md: what runs with deepmesh, and how it is licensed"
 	@echo "make bench     NAME=...: one benchmark of bench/"
@@ -96,6 +97,11 @@ mutants: $(STAMP)
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu -rs $(ARGS)
+
+OUT ?= $(CURDIR)/bench/results
+PARTS ?= comm kernels mesh decode prefill determinism
+test-gpus: $(STAMP)
+	tests/two_gpus.sh $(BIN)/python $(OUT)/two_gpus $(PARTS)
 
 MINUTES ?= 60
 fuzz: $(STAMP)
