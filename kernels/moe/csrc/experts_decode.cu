@@ -9,9 +9,27 @@
 // the tensor core in fp32 and scaled into an fp32 accumulator. Activations are FP8-rounded by the
 // caller (groups of 32) and stored as fp16 times a power of two, which is exact, too.
 
-#include "hopper.cuh"
+#ifndef EXPERTS_ONE_STAGES
+#define EXPERTS_ONE_STAGES 0  // chunks in flight, by warp, of a single token; 0: it is one of many
+#endif
+#ifndef EXPERTS_WIDE_SUMS
+#define EXPERTS_WIDE_SUMS 0  // the sum over a token's experts has several loads in flight
+#endif
+
+#include "combine.cuh"
+#include "experts_chunks.cuh"
+#if EXPERTS_ONE_STAGES
+#include "experts_one.cuh"
+#endif
 
 using namespace hopper;
+using moe::activated;
+using moe::kChunkBytes;
+using moe::kCodeBytes;
+using moe::kCodeScale;
+using moe::kHiddenScale;
+using moe::kMaxTopK;
+using moe::unpack;
 
 namespace {
 
@@ -23,7 +41,6 @@ constexpr int kRows = 8 * kRowTiles;    // rows of a pass; 8 are the N of one mm
 constexpr int kOut = 64;                // outputs of a unit
 constexpr int kStep = kChunkPositions;
 constexpr int kStages = 3;              // chunks in flight, by warp
-constexpr int kChunkBytes = 2176;       // 2,048 of nibbles, 128 of scales
 constexpr int kRowBytes = kStep * 2;    // of a row's part of a chunk
 constexpr int kRowsBytes = kRows * kRowBytes;
 constexpr int kStageBytes = kChunkBytes + kRowsBytes;
@@ -33,7 +50,6 @@ constexpr int kMaxExperts = 1024;
 constexpr int kListInts = kMaxExperts + 8;
 constexpr int kSharedBytes = kWarps * (kStages * kStageBytes + kPartFloats * 4 + kStages * 8) +
                              3 * kListInts * 4;
-constexpr int kMaxTopK = 32;
 
 // What the blocks walk through: experts with rows, in ascending order. Written by the first kernel,
 // read from shared memory.
@@ -41,18 +57,6 @@ struct Work {
   const int* lists;  // [3, kListInts]: expert; where its rows begin; passes before it
   const int* rows;   // slots (token · top_k + k), by expert
 };
-
-// Eight e2m1 codes to the four fp16 pairs of a fragment, times 2^-14. An fp16 takes its sign in bit
-// 15 and the code's magnitude in 11..9. Each half of the word holds four codes: the first in place,
-// the second 3 bits lower, the others with sign and magnitude apart, so that all are left shifts:
-// those run beside the logic unit, which is the bottleneck.
-__device__ __forceinline__ void unpack(uint32_t w, uint32_t (&a)[4]) {
-  constexpr uint32_t kSign = 0x80008000u, kMagnitude = 0x0E000E00u;
-  a[0] = w & (kSign | kMagnitude);
-  a[1] = (w << 3) & (kSign | kMagnitude);
-  a[2] = ((w << 6) & kMagnitude) | ((w << 1) & kSign);
-  a[3] = ((w << 9) & kMagnitude) | ((w << 2) & kSign);
-}
 
 // Where a team stands in its run of (expert, unit, pass). The lists are in shared memory.
 struct Cursor {
@@ -90,8 +94,6 @@ struct Cursor {
 
   __device__ int num_rows() const { return min(kRows, count - pass * kRows); }
 };
-
-constexpr float kHiddenScale = 128.0f;  // stored fp16 = hidden · 2^7: the least quantum fits
 
 // Adds a group's sums, times the scales of rows g and g + 8 of a tile.
 __device__ __forceinline__ void scale_into(float (&sum)[kRowTiles][4][4],
@@ -223,7 +225,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1) experts_kernel(const Arguments
     for (int step = 0; step < mine; ++step) {
       uint8_t* const stage = ring + stage_at * kStageBytes;
       wait_barrier(shared_address(barriers + stage_at), parity);
-      const uint4 scales = *reinterpret_cast<const uint4*>(stage + 2048 + g * 16);
+      const uint4 scales = *reinterpret_cast<const uint4*>(stage + kCodeBytes + g * 16);
       const uint4* const codes = reinterpret_cast<const uint4*>(stage) + lane;
       uint4 low[kRowTiles], high[kRowTiles];
 #pragma unroll
@@ -286,19 +288,16 @@ __global__ void __launch_bounds__(kWarps * 32, 1) experts_kernel(const Arguments
         lower += mine_parts[w * kPartFloats + lower_row];
       }
       if constexpr (kFirst) {
-        const float unit = args.input_unit[slot / args.top_k] * 16384.0f;
-        const float gate = fminf(round_bf16(upper * unit), args.limit);
-        const float up = fminf(fmaxf(round_bf16(lower * unit), -args.limit), args.limit);
-        float h = __fdiv_rn(1.0f, 1.0f + expf(-gate)) * gate * up;
-        h = round_fp8_group(round_bf16(h * args.weights[slot]));
+        const float unit = args.input_unit[slot / args.top_k] * kCodeScale;
+        const float h = activated(upper, lower, unit, args.limit, args.weights[slot]);
         static_cast<__half*>(args.outputs)[element<kRows>(sink.before + sink.pass, nth,
                                                    sink.unit * 32 + lane, units / 2)] =
             __float2half_rn(h * kHiddenScale);
       } else {
         __nv_bfloat16* const out = static_cast<__nv_bfloat16*>(args.outputs) +
                                    static_cast<int64_t>(slot) * units * kOut + sink.unit * kOut;
-        out[lane] = __float2bfloat16_rn(upper * (16384.0f / kHiddenScale));
-        out[lane + 32] = __float2bfloat16_rn(lower * (16384.0f / kHiddenScale));
+        out[lane] = __float2bfloat16_rn(upper * (kCodeScale / kHiddenScale));
+        out[lane + 32] = __float2bfloat16_rn(lower * (kCodeScale / kHiddenScale));
       }
     }
     asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(kUnitWarps * 32) : "memory");
@@ -395,6 +394,7 @@ __global__ void __launch_bounds__(kMaxExperts, 1)
   if (t == 0) input_unit[token] = 1.f / factor;
 }
 
+#if !EXPERTS_WIDE_SUMS
 // Slots of a token in ascending expert id, in fp32; slots of experts elsewhere are skipped.
 __global__ void combine_kernel(const __nv_bfloat16* slots, const int* ids, int top_k, int hidden,
                                int first_expert, int experts, float* out) {
@@ -415,6 +415,7 @@ __global__ void combine_kernel(const __nv_bfloat16* slots, const int* ids, int t
   *reinterpret_cast<float4*>(out + static_cast<int64_t>(token) * hidden + at) =
       make_float4(sum[0], sum[1], sum[2], sum[3]);
 }
+#endif
 
 template <bool kFirst>
 cudaError_t launch_experts(const Arguments& arguments, cudaStream_t stream) {
@@ -442,6 +443,32 @@ extern "C" int experts_decode(const void* x, const void* ids, const void* weight
   int* const rows = lists + 3 * kListInts;
   const int width = static_cast<int>(hidden), k = static_cast<int>(top_k);
   const int from = static_cast<int>(first_expert), held = static_cast<int>(experts);
+  [[maybe_unused]] const int* const expert_ids = static_cast<const int*>(ids);
+#if EXPERTS_ONE_STAGES
+  if (tokens == 1 && moe::one_fits(hidden, top_k)) {
+    moe::OneArguments one{static_cast<const __nv_bfloat16*>(x),
+                          expert_ids,
+                          static_cast<const float*>(weights),
+                          static_cast<const uint8_t*>(w13),
+                          static_cast<const __half*>(hidden_rows),
+                          hidden_rows,
+                          from,
+                          held,
+                          static_cast<int>(inter / 32),
+                          width / kStep,
+                          k,
+                          limit};
+    cudaError_t error = moe::launch_one<true>(one, stream);
+    if (error != cudaSuccess) return error;
+    one.packed = static_cast<const uint8_t*>(w2);
+    one.outputs = slots;
+    one.units = width / kOut;
+    one.steps = static_cast<int>(inter / kStep);
+    error = moe::launch_one<false>(one, stream);
+    if (error != cudaSuccess || !out) return error;  // slots are the result
+    return moe::combine(slots, expert_ids, tokens, k, width, from, held, nullptr, out, stream);
+  }
+#endif
   cudaError_t error = launch_behind(
       route_kernel, static_cast<int>(tokens), kMaxExperts, 0, stream,
       static_cast<const __nv_bfloat16*>(x), static_cast<const int*>(ids),
@@ -468,7 +495,11 @@ extern "C" int experts_decode(const void* x, const void* ids, const void* weight
   arguments.steps = static_cast<int>(inter / kStep);
   error = launch_experts<false>(arguments, stream);
   if (error != cudaSuccess || !out) return error;  // slots are the result
+#if !EXPERTS_WIDE_SUMS
   const dim3 grid(static_cast<unsigned>((width / 4 + 255) / 256), static_cast<unsigned>(tokens));
   return launch_behind(combine_kernel, grid, 256, 0, stream, static_cast<const __nv_bfloat16*>(slots),
                        static_cast<const int*>(ids), k, width, from, held, static_cast<float*>(out));
+#else
+  return moe::combine(slots, expert_ids, tokens, k, width, from, held, nullptr, out, stream);
+#endif
 }
