@@ -124,11 +124,13 @@ def figures_of(model: str, plan: Plan, runs: Sequence[MeshRun]) -> list[dict[str
         "others_cpu": round(load.others or 0.0, 4),
     }
     return [
-        {**about, **_phase(phases)} for phases in zip(*(one.phases for one in runs), strict=True)
+        {**about, **phase_figures(phases)}
+        for phases in zip(*(one.phases for one in runs), strict=True)
     ]
 
 
-def _phase(phases: Sequence[Phase]) -> dict[str, Json]:
+def phase_figures(phases: Sequence[Phase]) -> dict[str, Json]:
+    """Of one phase in all runs."""
     windows = [phase.window for phase in phases]
     gaps = np.concatenate([window.gaps for window in windows]) / 1e3
     busy = np.concatenate([window.busy for window in windows]) / 1e6
