@@ -82,11 +82,21 @@ def hits(mesh: Mesh) -> dict[str, float]:
     return found
 
 
+def num_loads(mesh: Mesh) -> int:
+    """How often the scheduler has heard that its executor is loaded."""
+    log = Path(mesh.config.mesh.run_dir) / "logs" / "scheduler-0.log"
+    return log.read_text().count("executor loaded")
+
+
 def kill(mesh: Mesh, *names: str) -> None:
-    """All at once; back when they are back."""
+    """All at once; back when they are back, and the scheduler has a new engine: who asks before it
+    has noticed is served by the old one's cache."""
+    before = num_loads(mesh)
     killed = {name: mesh.kill(name) for name in names}
     for name, pid in killed.items():
         mesh.wait_restarted(name, pid)
+    if any(not name.startswith("kvstore") for name in names):
+        until(lambda: num_loads(mesh) > before, "a new engine", 60)
 
 
 def wait_stored(mesh: Mesh) -> None:
