@@ -67,13 +67,18 @@ class DraftTables:
 
         num = len(rows)
         return DraftTables(
-            rows,
-            positions,
-            ints(num),
-            ints(num, places),
-            *(ints(num) for _ in range(4)),
-            ints(num_tokens, ROW_FIELDS).fill_(NO_SLOT),
-            *(ints(num_tokens) for _ in range(3)),
+            rows=rows,
+            positions=positions,
+            most=ints(num),
+            chosen=ints(num, places),
+            widths=ints(num),
+            firsts=ints(num),
+            held=ints(num),
+            sources=ints(num),
+            tokens=ints(num_tokens, ROW_FIELDS).fill_(NO_SLOT),
+            starts=ints(num_tokens),
+            place_of=ints(num_tokens),
+            row_of=ints(num_tokens),
         )
 
 

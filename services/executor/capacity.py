@@ -22,6 +22,14 @@ def planned_slots(config: Config) -> int:
     return config.executor.slots or rows + max(MAX_DEPTH, rows // 2)
 
 
+MAX_VERIFIED = 512  # tokens of a step with drafts on a GPU, if it has fewer rows: more cannot pay
+
+
+def verified_tokens(max_rows: int, draft_len: int) -> int:
+    """Tokens of a GPU step's decode rows with their drafts, at most."""
+    return min(max_rows * (1 + draft_len), max(MAX_VERIFIED, max_rows))
+
+
 def plan_capacity(
     config: Config,
     model: ModelConfig,

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from deepmesh.config import Config
-from services.executor.capacity import MAX_DEPTH, planned_slots
+from services.executor.capacity import MAX_DEPTH, planned_slots, verified_tokens
 from services.executor.inspect import HOST_PARTS, part_of
 from services.executor.kv_sizes import KvSizes, kv_sizes
 from services.executor.model_config import BLOCK_TOKENS, ModelConfig
@@ -41,13 +41,15 @@ class Demand:
     step_tokens: int
     num_slots: int
     max_model_len: int = 0  # 0: what fits
+    draft_len: int = 0  # drafts of a row
 
     @staticmethod
     def of(config: Config) -> "Demand":
         """As mesh.toml says."""
         rows = config.scheduler.max_rows
         tokens, length = config.scheduler.step_tokens, config.scheduler.max_model_len
-        return Demand(rows, tokens, planned_slots(config), length)
+        drafts = config.executor.draft_tokens
+        return Demand(rows, tokens, planned_slots(config), length, drafts)
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def plan_memory(config: ModelConfig, demand: Demand, cards: Cards, ranks: int = 
     """
     if not 1 <= ranks <= config.n_routed_experts:
         raise ValueError(f"ranks: {ranks} cannot share {config.n_routed_experts} experts a layer")
-    shared, expert_bytes, host = _sizes(config)
+    shared, expert_bytes, host = _sizes(config, demand.draft_len > 0)
     own = rank_experts(config.n_routed_experts, ranks - 1, ranks)  # the last has one more, if any
     weights = Counter({"routed experts": expert_bytes * len(own), **shared})
     working = working_bytes(config, demand, demand.max_model_len or config.max_model_len)
@@ -129,13 +131,18 @@ def plan_memory(config: ModelConfig, demand: Demand, cards: Cards, ranks: int = 
 
 
 @functools.cache
-def _sizes(config: ModelConfig) -> tuple[dict[str, int], int, int]:
-    """What every rank keeps, by part; one routed expert of every layer; tables on the host."""
+def _sizes(config: ModelConfig, drafts: bool) -> tuple[dict[str, int], int, int]:
+    """What every rank keeps, by part; one routed expert of every layer; tables on the host.
+
+    `drafts`: it drafts.
+    """
     shared: Counter[str] = Counter()
     one_expert = host = 0
     for spec in tensor_specs(config):
         if spec.expert is not None and not spec.name.startswith("mtp."):
             one_expert += kept_bytes(config, spec) if spec.expert == 0 else 0
+        elif spec.name.startswith("mtp.") and not drafts and not _feeds(spec.name):
+            continue  # what does not draft only takes rows of the main model
         elif part_of(spec) in HOST_PARTS:
             host += spec.num_bytes
         else:
@@ -149,8 +156,6 @@ def kept_bytes(config: ModelConfig, spec: TensorSpec) -> int:
     Decode and prefill share what they can; each has its own copy of the embedding, the routers and
     the projections of the hyper-connections.
     """
-    if spec.name.startswith("mtp.") and not _feeds(spec.name):
-        return 0  # draft stages only take rows of the main model so far
     if not made_for_hopper(config):
         return 4 * spec.num_parameters
     if spec.dtype == "F8_E8M0":
@@ -202,7 +207,10 @@ def working_bytes(config: ModelConfig, demand: Demand, max_len: int) -> dict[str
     )
     ratios = [config.compress_ratios[layer] for layer in config.kv_source_layer_ids]
     keys = -(-max_len // min(ratios)) if max_len > config.index_topk else 0
-    scores = max(demand.max_rows * keys, min(demand.step_tokens * keys, PROMPT_SCORES))
+    drafts = min(demand.draft_len, config.dspark_block_size)
+    tokens = verified_tokens(demand.max_rows, drafts)  # of a decode step
+    drafted = (drafts + 2) * demand.max_rows if drafts else 0  # rows of logits of a draft pass
+    scores = max(tokens * keys, min(demand.step_tokens * keys, PROMPT_SCORES))
     blocks = -(-max_len // BLOCK_TOKENS)
     return {
         "CUDA": CONTEXT_BYTES,
@@ -210,21 +218,23 @@ def working_bytes(config: ModelConfig, demand: Demand, max_len: int) -> dict[str
         "activations": demand.step_tokens * (streams + attention + 4 * slots),
         "expanded weights": EXPANDED_BYTES * largest,
         "index scores": 4 * scores,
-        "logits": round(4 * BUCKET_ROWS * demand.max_rows) * config.vocab_size,
-        "sampling": round(demand.max_rows * (SAMPLED_ROW + SAMPLED_ID * config.vocab_size))
+        "logits": (round(4 * BUCKET_ROWS * tokens) + 4 * drafted) * config.vocab_size,
+        "sampling": round((tokens + drafted) * (SAMPLED_ROW + SAMPLED_ID * config.vocab_size))
         + round(demand.num_slots * TABLE_ID * config.vocab_size),
-        "block tables": round(4 * BUCKET_ROWS * demand.max_rows + 8 * demand.num_slots) * blocks,
+        "block tables": round(4 * BUCKET_ROWS * tokens + 8 * demand.num_slots) * blocks,
         "angles": ANGLE_TABLES * 4 * 4 * config.qk_rope_head_dim // 2 * max_len,
     }
 
 
 def fixed_pool_bytes(config: ModelConfig, demand: Demand) -> int:
     """Window and state pools of so many rows, with a point to resume from for each."""
-    sizes = kv_sizes(config)
-    span = -(-(config.sliding_window + MAX_DEPTH) // BLOCK_TOKENS) + 1
+    sizes, drafts = kv_sizes(config), min(demand.draft_len, config.dspark_block_size)
+    reach = MAX_DEPTH * (1 + drafts)
+    span = -(-(config.sliding_window + reach) // BLOCK_TOKENS) + 1
     in_flight = MAX_DEPTH * demand.step_tokens // BLOCK_TOKENS
     windows = demand.max_rows * (span + 1) + in_flight
-    return windows * sizes.window_block + demand.num_slots * sizes.state_block
+    states = demand.num_slots * (1 + -(-drafts // 2))  # an open pair, and those behind drafts
+    return windows * sizes.window_block + states * sizes.state_block
 
 
 def _feeds(name: str) -> bool:

@@ -93,15 +93,15 @@ def measure_costs(
     row_ns = max(0, all_rows - few) // (ROWS - 1)
     return msgspec.structs.replace(
         costs,
-        verify=_tiers(measured, most_verified),
+        verify=verify_tiers(measured, most_verified),
         draft_base_ns=max(0, few - row_ns),
         draft_row_ns=row_ns,
     )
 
 
-def _tiers(measured: list[tuple[int, int]], most: int) -> list[tuple[int, int]]:
-    """Every number of tokens at first, then some; along lines through what was measured, which
-    never fall."""
+def verify_tiers(measured: list[tuple[int, int]], most: int) -> list[tuple[int, int]]:
+    """StepCosts.verify up to `most` tokens: every number of them at first, then some; along lines
+    through what was measured, which never fall."""
     tokens = [1]
     while tokens[-1] < most:
         tokens.append(min(most, max(tokens[-1] + 1, int(tokens[-1] * TIER_RATIO))))

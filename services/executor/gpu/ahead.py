@@ -146,4 +146,4 @@ class AheadSlots(SlotTable):
 
 def most_tokens(live: LiveRows) -> NDArray[np.int64]:
     """That each row can give: one, or one for each of its positions if these hold drafts."""
-    return live.samples * np.where(live.drafted, live.counts, 1)
+    return np.where(live.samples, np.where(live.drafted, live.counts, 1), 0)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,8 +19,10 @@ from deepmesh.wire.messages import (
     SubmitStep,
 )
 from deepmesh.wire.packed import BLOCK, ROW, pack_ids
+from services.executor.capacity import verified_tokens
 from services.executor.flights import Flight, Settling
 from services.executor.slots import SlotTable
+from services.executor.step_costs import VERIFIED, verify_tiers
 from services.executor.turn import Turn
 
 Launch = Callable[[Settling, Callable[[], None]], Flight]
@@ -30,16 +33,21 @@ CHUNK = 128  # tokens of the prompt beside them
 REPEATS = 5  # of each step, behind one that warms up; the quickest counts
 
 
-def measure_device_costs(launch: Launch, capacity: Capacity, *, max_rows: int) -> StepCosts:
+def measure_device_costs(
+    launch: Launch, capacity: Capacity, *, max_rows: int, with_drafts: bool = False
+) -> StepCosts:
     """Costs of decode rows, and of prefill beside them, by the device's clock; all 0 if pools or
     slots are too few for that. Whatever the pools held is lost.
 
     Args:
         max_rows: of a step.
+        with_drafts: those of draft passes and of what verifies them, too, if there are any.
     """
+    width = 1 + capacity.draft_len
     context = min(CONTEXT, capacity.max_model_len // 2)
     chunk = min(CHUNK, capacity.max_model_len - context - 1)
-    blocks = -(-(context + max(chunk, 2 * REPEATS + 4)) // capacity.block_size)
+    behind = max(chunk, 2 * REPEATS + 4, (REPEATS + 3) * width)
+    blocks = -(-(context + behind) // capacity.block_size)
     pools = min(capacity.num_global_blocks, capacity.num_window_blocks)
     rows = min(ROWS, max_rows, capacity.num_slots, capacity.num_state_blocks, pools // blocks) - 1
     if rows < 2 or chunk < 1:
@@ -49,10 +57,22 @@ def measure_device_costs(launch: Launch, capacity: Capacity, *, max_rows: int) -
     many = probe.best_ns(range(rows))
     mixed = min(probe.mixed_ns(range(rows), chunk) for _ in range(REPEATS))
     each = max(0, many - one) // (rows - 1)
-    return StepCosts(
+    costs = StepCosts(
         base_ns=max(0, one - each),
         prefill_token_ns=max(1, (mixed - many) // chunk),
         decode_row_ns=each,
+    )
+    if not with_drafts or width == 1:
+        return costs
+    tiers = [tokens for tokens in VERIFIED if tokens <= rows * width]
+    verify, drafts = zip(*(probe.verify_ns(tokens, rows, width) for tokens in tiers), strict=True)
+    most = verified_tokens(max_rows, capacity.draft_len)
+    row_ns = max(0, drafts[-1] - drafts[0]) // (rows - 1)
+    return msgspec.structs.replace(
+        costs,
+        verify=verify_tiers(list(zip(tiers, verify, strict=True)), most),
+        draft_base_ns=max(0, drafts[0] - row_ns),
+        draft_row_ns=row_ns,
     )
 
 
@@ -71,15 +91,41 @@ class _Probe:
     def best_ns(self, requests: Sequence[int]) -> int:
         """Of a step with a decode row of each."""
         self._decode(requests)
-        return min(self._decode(requests) for _ in range(REPEATS))
+        return min(self._decode(requests)[0] for _ in range(REPEATS))
 
     def mixed_ns(self, requests: Sequence[int], chunk: int) -> int:
         """Of a step with decode rows, and a chunk of another request's prompt."""
         other = len(requests)
         self._latest.pop(other, None)
-        return self._decode(requests, extra=(other, chunk))
+        return self._decode(requests, extra=(other, chunk))[0]
 
-    def _decode(self, requests: Sequence[int], extra: tuple[int, int] | None = None) -> int:
+    def verify_ns(self, tokens: int, rows: int, width: int) -> tuple[int, int]:
+        """Of a step that verifies so many tokens, and of its draft pass.
+
+        Args:
+            rows: at most.
+            width: tokens of a row, at most.
+        """
+        requests = range(min(tokens, rows))
+        for request in requests:
+            self._latest.pop(request, None)
+        agreed = Descriptor(
+            StepKind.DECODE,
+            0,
+            len(requests),
+            n_draft_passes=width - 1,
+            verify_capacity=tokens,
+        )
+        self._decode(requests, agreed=agreed)  # whose drafts the next one verifies
+        found = [self._decode(requests, agreed=agreed) for _ in range(1 + REPEATS)]
+        return min(step - own for step, own in found), min(own for _, own in found)
+
+    def _decode(
+        self,
+        requests: Sequence[int],
+        extra: tuple[int, int] | None = None,
+        agreed: Descriptor | None = None,
+    ) -> tuple[int, int]:
         fresh = [i for i in requests if i not in self._latest]
         rows = np.zeros(len(requests) + (extra is not None), ROW)
         for row, i in zip(rows, requests, strict=False):
@@ -87,6 +133,8 @@ class _Probe:
             row["source"] = RowSource.HOST if i in fresh else RowSource.DEVICE
             row["start_lo"], row["start_hi"] = self._context, self._max_len
             row["producer_step"] = self._latest.get(i, 0)
+            if agreed is not None and i not in fresh:
+                row["mode"], row["q"] = RowMode.VERIFY, 1 + agreed.n_draft_passes
         inits = [self._init(i, self._context + 1) for i in fresh]
         if extra is not None:
             other, chunk = extra
@@ -99,7 +147,7 @@ class _Probe:
             rows["slot"],
             [self._gens[slot] for slot in rows["slot"].tolist()],
         )
-        return self._run(rows, inits)
+        return self._run(rows, inits, agreed)
 
     def _init(self, i: int, length: int) -> SlotInit:
         """Request i anew; its first positions are in the pools, whatever they hold."""
@@ -117,8 +165,10 @@ class _Probe:
             state_block=i,
         )
 
-    def _run(self, rows: NDArray[np.void], inits: list[SlotInit]) -> int:
-        """ns on the device."""
+    def _run(
+        self, rows: NDArray[np.void], inits: list[SlotInit], agreed: Descriptor | None
+    ) -> tuple[int, int]:
+        """ns on the device, and those of the draft pass."""
         self._step_id += 1
         blocks = [
             (init.slot, init.gen, int(pool), index, init.slot * self._blocks + index)
@@ -126,7 +176,7 @@ class _Probe:
             for pool in (Pool.GLOBAL, Pool.WINDOW)
             for index in range(self._blocks)
         ]
-        kind = Descriptor(StepKind.MIXED, int(rows["q"].sum()), len(rows))
+        kind = agreed or Descriptor(StepKind.MIXED, int(rows["q"].sum()), len(rows))
         packed = np.array(blocks, BLOCK).tobytes()
         step = SubmitStep(
             0, self._step_id, self._step_id, 0, kind, rows.tobytes(), init=inits, blocks=packed
@@ -135,7 +185,8 @@ class _Probe:
         flight = self._launch(settling, lambda: None)
         begin, end = flight.wait()
         live = settling.live()
-        flight.settled(live, settling.turn.outcome(self._slots, live, flight.sampled(live)).rows)
+        sampled = flight.sampled(live)
+        flight.settled(live, settling.turn.outcome(self._slots, live, sampled).rows)
         flight.land()
         self._latest |= dict.fromkeys(rows["slot"].tolist(), self._step_id)
-        return end - begin
+        return end - begin, 0 if sampled.drafting is None else sampled.drafting.took_ns

@@ -24,13 +24,6 @@ from services.executor.interface import LiveRows
 from services.executor.model_config import BLOCK_TOKENS, ModelConfig
 from services.executor.sample_row import SampleRow
 
-MAX_TOKENS = 512  # of a step with drafts, unless it has more rows: more would not pay
-
-
-def most_tokens(max_rows: int, draft_len: int) -> int:
-    """Tokens of a step's decode rows with their drafts."""
-    return min(max_rows * (1 + draft_len), max(MAX_TOKENS, max_rows))
-
 
 class DeviceDrafting:
     """The drafts of one model on one device; only the launching thread comes here."""
@@ -47,7 +40,7 @@ class DeviceDrafting:
         max_rows: int,
         device: torch.device,
     ) -> None:
-        """`sampler`: of steps; with room for `most_tokens` rows."""
+        """`sampler`: of steps; with room for `verified_tokens` rows."""
         self._config, self._forwards, self._slots = config, forwards, slots
         self._sampler, self._masking = sampler, masking
         self.places = capacity.draft_len
@@ -130,15 +123,11 @@ class DeviceDrafting:
         rooms = (buffer.flags, buffer.ends, buffer.counts, buffer.firsts, buffer.widths)
         flags, ends, counts, firsts, widths = (room.data_ptr() for room in rooms)
         results = flags, ends, counts, firsts, widths
-        self._state.accept(
-            num_rows, (out.tokens, out.found), results, self._forwards.pairs, stamp
-        )
+        self._state.accept(num_rows, (out.tokens, out.found), results, self._forwards.pairs, stamp)
 
     # ------------------------------------------------------------ the next drafts
 
-    def propose(
-        self, buffer: DraftBuffer, slots: NDArray[np.int64], stamp: int
-    ) -> None:
+    def propose(self, buffer: DraftBuffer, slots: NDArray[np.int64], stamp: int) -> None:
         """Draft behind the newest token of each of these slots whose request goes on.
 
         Args:

@@ -10,10 +10,10 @@ import torch
 
 from deepmesh.config import Config
 from deepmesh.wire.messages import Capacity, Load, Pool, StepCosts
+from services.executor.capacity import verified_tokens
 from services.executor.eplb import GroupExperts
 from services.executor.flights import Flight, Settling
 from services.executor.gpu.costs import measure_device_costs
-from services.executor.gpu.drafting import most_tokens
 from services.executor.gpu.forwards import ModelForwards
 from services.executor.gpu.group import DeviceGroup, geometry_of
 from services.executor.gpu.group_steps import DeviceGroupSteps
@@ -103,7 +103,7 @@ class GpuEngine(ModelEngine):
             self.cache,
             max_rows=max_rows,
             max_blocks=-(-capacity.max_model_len // capacity.block_size),
-            max_tokens=most_tokens(max_rows, draft_len) if draft_len else 0,
+            max_tokens=verified_tokens(max_rows, draft_len),
         )
         return Launcher(
             model.config,
@@ -150,8 +150,10 @@ class GpuEngine(ModelEngine):
     def _measure(self, launcher: Launcher, capacity: Capacity) -> StepCosts:
         if self.device == "cpu":
             return capacity.costs
-        rows = self._config.scheduler.max_rows
-        return measure_device_costs(launcher.launch, capacity, max_rows=rows)
+        rows, chooses = self._config.scheduler.max_rows, self._config.executor.draft_policy
+        return measure_device_costs(
+            launcher.launch, capacity, max_rows=rows, with_drafts=chooses == "adaptive"
+        )
 
     def launch(self, settling: Settling, behind: Callable[[], None]) -> Flight:
         """See `LaunchEngine`."""

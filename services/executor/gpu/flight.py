@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from deepmesh.wire.messages import DoneReason, Drafting, PromptLogprobs
-from kernels.step.drafts_portable import NUM_BINS
 from kernels.sampling.sample_cuda import SampleOut
+from kernels.step.drafts_portable import NUM_BINS
 from kernels.step.slots_portable import ROW_FIELDS, RowFlag
 from services.executor.gpu.ahead import Shortfall, most_tokens
 from services.executor.gpu.stream import DeviceStream, Mark

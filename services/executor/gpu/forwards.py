@@ -23,20 +23,22 @@ class ModelForwards:
         *,
         max_rows: int,
         max_blocks: int,
-        max_tokens: int = 0,
+        max_tokens: int | None = None,
     ) -> None:
         """
         Args:
             max_rows: of a step.
             max_blocks: width of a block table.
-            max_tokens: of a step's decode rows, with their drafts; 0: one each.
+            max_tokens: of a step's decode rows, with their drafts; None: one each.
         """
         self._max_rows = max_rows
         self._model, self._cache = model, cache
         self._is_cuda = model.device.name.type == "cuda"
         self._programs: dict[int, DecodeProgram] = {}
         self._graphs = torch.cuda.graph_pool_handle() if self._is_cuda else None
-        for size in reversed(bucket_sizes(max_tokens or max_rows)):  # the largest first: the others fit its pool
+        for size in reversed(
+            bucket_sizes(max_tokens or max_rows)
+        ):  # the largest first: the others fit its pool
             step = DecodeStep.empty(model.config, size, max_blocks, model.device.name)
             self._agree(size)
             program = self._programs[size] = DecodeProgram(model, cache, step)

@@ -21,9 +21,10 @@ from deepmesh.wire.messages import (
 from kernels.sampling.sample_cuda import MAX_TOP
 from kernels.step.slots_portable import NO_SLOT, Sampling
 from services.executor.batch import StepBatch
+from services.executor.capacity import verified_tokens
 from services.executor.flights import Settling
 from services.executor.gpu.ahead import AheadSlots
-from services.executor.gpu.drafting import DeviceDrafting, most_tokens
+from services.executor.gpu.drafting import DeviceDrafting
 from services.executor.gpu.flight import (
     BufferPool,
     Part,
@@ -103,7 +104,7 @@ class Launcher:
                 config, capacity, compressed_ids, 2 * max_rows, stream.device
             )
             places = capacity.draft_len
-            most = most_tokens(max_rows, places)
+            most = verified_tokens(max_rows, places)
             self._sampler = DeviceSampler(
                 capacity.num_slots, config.vocab_size, most, stream.device
             )
