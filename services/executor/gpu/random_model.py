@@ -43,8 +43,9 @@ def random_device_model(
         raw: config.json, perhaps of `preset_config`; Engram takes every id for itself.
         drafts: see `DeviceModel`.
     """
-    how = {"numerics": numerics, "device": device}
-    model, _ = random_device_parts(raw, **how, seed=seed, fast=fast, drafts=drafts)
+    model, _ = random_device_parts(
+        raw, numerics=numerics, device=device, seed=seed, fast=fast, drafts=drafts
+    )
     return model
 
 
