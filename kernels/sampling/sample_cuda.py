@@ -168,10 +168,10 @@ def sample_rows(logits: Tensor, rows: Tensor, starts: Tensor, buffers: SampleBuf
     cuda.check(library.sample(ctypes.c_void_p(logits.data_ptr()), address, ctypes.c_void_p(stream)))
 
 
-def put_records(changes: Tensor, count: int, buffers: SampleBuffers) -> None:
+def put_records(changes: int, count: int, buffers: SampleBuffers) -> None:
     """Bring records of slots up to date.
 
     Args:
-        changes: int32, of which the first `count` · CHANGE_WORDS count: CHANGE.
+        changes: address of `count` CHANGE, in memory of the device or pinned memory of the host.
     """
     portable.run("sampling", "sample_portable", "put_records", changes, count, buffers.records)

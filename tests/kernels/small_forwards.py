@@ -118,7 +118,7 @@ def sample(logits: Tensor) -> Tensor:
         for slot, (*own, num_top) in enumerate(asks)
     )
     on_device = torch.frombuffer(bytearray(changes), dtype=torch.int32).to(device)
-    put_records(on_device, count, buffers)
+    put_records(on_device.data_ptr(), count, buffers)
     buffers.states[::2] = MaskFlag.MASK
     buffers.masks.random_(-(2**31), 2**31 - 1)
     rows = torch.tensor([[i, 1, int(Sampling.TOKEN)] for i in range(count)], dtype=torch.int32)

@@ -12,7 +12,8 @@ from torch import Tensor
 from deepmesh.wire.messages import SamplingParams, SlotInit
 from deepmesh.wire.packed import pack_ids
 from kernels.sampling.sample_cuda import ROW_FIELDS, MaskFlag, SampleBuffers, SampleOut
-from services.executor.gpu.sampler import DeviceSampler
+from services.executor.gpu.flight import NUM_BUFFERS
+from services.executor.gpu.sampler import NUM_GIVEN, DeviceSampler
 from services.executor.interface import Sampled
 from services.executor.memory_plan import Demand, working_bytes
 from services.executor.model_config import parse_config
@@ -308,3 +309,7 @@ def test_a_graph_samples_what_single_launches_do_and_nobody_waits(vocab: int, co
         for slot, token in zip(given[:, 0].tolist(), found[0][:count].tolist(), strict=True):
             if slot >= 0:
                 eager.requests[slot].tokens.append(token)
+
+
+def test_changes_stay_until_every_step_that_may_read_them_is_over() -> None:
+    assert NUM_GIVEN > NUM_BUFFERS

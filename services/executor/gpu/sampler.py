@@ -21,6 +21,7 @@ from kernels.sampling.sample_cuda import (
 )
 from services.executor.sample_row import SampleRow, SampleSettings
 
+NUM_GIVEN = 16  # steps whose changes a device may yet have to read; fewer are in flight
 _NO_TABLE = np.zeros(0, np.int32)
 Copy = Callable[[Tensor, NDArray[np.int32]], None]
 
@@ -31,7 +32,8 @@ class DeviceSampler:
     A step of the runner, all of it on one stream:
     1. `stage` each request that enters a slot (once; with all tokens it has by then), from any
        thread that holds no other call. It writes host memory only.
-    2. `flush` before the step's `sample`: copies of what was staged, then one kernel.
+    2. `flush` before the step's `sample`, at most once a step: one kernel, which reads what was
+       staged from host memory; tables are copied in front of it.
     3. Fill `masks[i]` and `states[i]` of the rows that have a grammar, i being the row's place in
        the step: MaskFlag.MASK with its mask, FREE without; a row with any other state samples
        nothing, and its kind of row becomes MISSED in `rows`. All others must be FREE.
@@ -59,7 +61,11 @@ class DeviceSampler:
         """
         self._is_plain = is_plain
         self._buffers = SampleBuffers.of(num_slots, vocab_size, max_rows, device)
-        self._changes = torch.zeros(num_slots * CHANGE_WORDS, dtype=torch.int32, device=device)
+        self._device = device
+        # A copy in front of the kernel would cost as much as the rest of a gap between steps.
+        given = torch.zeros(NUM_GIVEN, num_slots * CHANGE_WORDS, dtype=torch.int32)
+        self._given = given.pin_memory() if device.type == "cuda" else given
+        self._num_flushes = 0
         self._staged: dict[int, tuple[SlotInit, int, NDArray[np.int32]]] = {}
         self._tables: dict[int, Tensor] = {}  # of slots that need one
         self._graphs: dict[tuple[int, ...], torch.cuda.CUDAGraph] = {}
@@ -97,8 +103,10 @@ class DeviceSampler:
         if not self._staged:
             return
         changes = b"".join(self._change(*staged, copy) for staged in self._staged.values())
-        copy(self._changes[: len(changes) // 4], np.frombuffer(bytearray(changes), np.int32))
-        put_records(self._changes, len(self._staged), self._buffers)
+        given = self._given[self._num_flushes % NUM_GIVEN]
+        given.numpy()[: len(changes) // 4] = np.frombuffer(changes, np.int32)
+        put_records(given.data_ptr(), len(self._staged), self._buffers)
+        self._num_flushes += 1
         self._staged.clear()
 
     def _change(self, init: SlotInit, has: int, table: NDArray[np.int32], copy: Copy) -> bytes:
@@ -106,7 +114,7 @@ class DeviceSampler:
         self._tables.pop(init.slot, None)
         address = 0
         if len(table):
-            held = torch.empty(len(table), dtype=torch.int32, device=self._changes.device)
+            held = torch.empty(len(table), dtype=torch.int32, device=self._device)
             copy(held, table)
             self._tables[init.slot], address = held, held.data_ptr()
         asks = init.sampling
