@@ -26,6 +26,23 @@ __device__ __forceinline__ void unpack(uint32_t w, uint32_t (&a)[4]) {
   a[3] = ((w << 9) & kMagnitude) | ((w << 2) & kSign);
 }
 
+// Barriers in shared memory that count the bytes of copies; one arrival each.
+__device__ __forceinline__ void init_barriers(uint64_t* barriers, int count) {
+  for (int i = 0; i < count; ++i)
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(hopper::shared_address(barriers + i)));
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void expect_bytes(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Threads of a part of a block.
+__device__ __forceinline__ void sync_team(int team, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "r"(threads) : "memory");
+}
+
 // A channel of SwiGLU from its two sums, times the token's share, FP8-rounded in the group of 32 that
 // the lanes of a warp hold.
 __device__ __forceinline__ float activated(float gate_sum, float up_sum, float unit, float limit, float share) {

@@ -73,12 +73,7 @@ __global__ void __launch_bounds__(kOneWarps * 32, 1) one_token_kernel(const OneA
       reinterpret_cast<float*>(behind + (kFirst ? args.steps * kOneRowBytes : 0)) + team * kOneUnitWarps * kOnePart;
   uint64_t* const barriers =
       reinterpret_cast<uint64_t*>(parts + (kOneTeams - team) * kOneUnitWarps * kOnePart) + warp * kOneStages;
-  if (lane == 0) {
-    for (int s = 0; s < kOneStages; ++s)
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(hopper::shared_address(barriers + s)));
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  }
+  if (lane == 0) init_barriers(barriers, kOneStages);
   if (kFirst) hopper::wait_for_previous();  // ids are older than the second's predecessor
   hopper::let_next_begin();
   if (warp == 0) {
@@ -114,8 +109,7 @@ __global__ void __launch_bounds__(kOneWarps * 32, 1) one_token_kernel(const OneA
       const uint8_t* const from =
           args.packed +
           ((static_cast<int64_t>(expert) * units + unit) * steps + first_step + load_step) * kChunkBytes;
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(kStageBytes)
-                   : "memory");
+      expect_bytes(barrier, kStageBytes);
       hopper::bulk_copy(hopper::shared_address(ring + load_stage * kStageBytes), from, kChunkBytes, barrier);
       if (!kFirst && with_row) load_row(load_stage, load_item, load_step);
     }
@@ -180,7 +174,7 @@ __global__ void __launch_bounds__(kOneWarps * 32, 1) one_token_kernel(const OneA
         to[8] = sum[tile][1];
       }
     }
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(kOneUnitWarps * 32) : "memory");
+    sync_team(team, kOneUnitWarps * 32);
     if (member == 0) {
       const int upper_row = kFirst ? lane / 16 * 32 + lane % 16 : lane;
       const int lower_row = kFirst ? upper_row + 16 : lane + 32;
@@ -203,7 +197,7 @@ __global__ void __launch_bounds__(kOneWarps * 32, 1) one_token_kernel(const OneA
         out[lane + 32] = __float2bfloat16_rn(lower * unit_value);
       }
     }
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(kOneUnitWarps * 32) : "memory");
+    sync_team(team, kOneUnitWarps * 32);
   }
 }
 
