@@ -96,7 +96,8 @@ mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants $(ARGS)
 
 test-gpu: $(STAMP)
-	$(BIN)/python -m pytest -m gpu -rs $(ARGS)
+	$(PYTEST) $(PARALLEL) -m "gpu and not long" -rs $(call marked,gpu) $(ARGS)
+	$(PYTEST) -n $(JOBS) --dist load -m "gpu and long" -rs tests/kernels/test_cuda_sanitizers.py $(ARGS)
 
 OUT ?= $(CURDIR)/bench/results
 PARTS ?= comm kernels mesh decode prefill determinism

@@ -23,6 +23,7 @@ from deepmesh.report import RESULTS_VARIABLE, ROOT, Json
 KEYS = ("device", "preset", "op", "shape", "model", "layers", "batch", "context", "tokens")
 KEYS += ("threads", "mode", "url", "concurrency", "rate", "ranks", "rows", "depth")
 KEYS += ("scope", "speculation", "grammar", "work", "backend", "tier", "setup", "policy", "group")
+KEYS += ("chats",)
 # The figures that are compared: whether more is better, and where the samples behind them lie.
 FIGURES = {
     "ours_us": (False, "samples_us"),
