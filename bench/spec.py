@@ -9,17 +9,23 @@ weights would give: of the length itself, for "adaptive" of the best one.
 `--record FILE` writes how often the drafts of a checkpoint with a trained draft head are right, by
 place and confidence; `--acceptance FILE` gives another checkpoint, whose weights know nothing,
 drafts that are right as often: its steps and draft passes cost what they cost.
+
+`--device cuda` runs the executor of a GPU, on a slice of the preset's shapes with weights made on
+the device; `--device host` the same on this host (slow).
 """
 
 import argparse
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import torch
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -27,8 +33,8 @@ from rich.table import Table
 
 from bench.checkpoints import add_options, open_checkpoint
 from bench.determinism.jobs import Job
+from bench.gpu.spec import DevicePolicies, HostPolicies, open_slice
 from bench.spec_acceptance import Acceptance, read_acceptance
-from bench.spec_roofline import Roofline
 from bench.spec_runs import (
     ADAPTIVE,
     ANSWER_TOKENS,
@@ -73,14 +79,16 @@ def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
     return float(np.exp(mean - half)), float(np.exp(mean)), float(np.exp(mean + half))
 
 
-def case(batch: int, policy: str, found: Measured, roofline: float | None) -> dict[str, Json]:
+def case(
+    batch: int, policy: str, found: Measured, roofline: float | None, device: str = "cpu"
+) -> dict[str, Json]:
     """The report's entry."""
     low, ratio, high = interval(found.ratios)
     verified = sum(run.verified for run in found.runs)
     accepted = [sum(column) for column in zip(*(run.accepted for run in found.runs), strict=True)]
     steps = sum(run.verifying for run in found.runs)
     return {
-        "device": "cpu",
+        "device": device,
         "batch": batch,
         "policy": policy,
         "draft_len": round(verified / steps, 3),
@@ -169,7 +177,7 @@ def roofline_of(
     """None: how many drafts are right is not known beforehand."""
     if acceptance is None:
         return None
-    roofline = Roofline(policies.model.config, policies.model.weights)
+    roofline = policies.roofline
     tokens = [acceptance.tokens(length) for length in (0, *LENGTHS)]
     if policy == ADAPTIVE:
         return roofline.best_ratio(batch, tokens)
@@ -197,9 +205,28 @@ def main() -> int:
         default="wall",
         help="cpu: of this process, on a busy machine",
     )
+    parser.add_argument("--device", choices=("cpu", "cuda", "host"), default="cpu")
+    parser.add_argument("--layers", type=int, default=8, help="of a slice on a device")
+    parser.add_argument("--no-store", action="store_true", help="not into bench/results")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    checkpoint = open_checkpoint(arguments)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device is here: use --device cpu", file=sys.stderr)
+        return 2
+    if arguments.device != "cpu" and arguments.record:
+        parser.error("--record: drafts are recorded on a CPU, whose tokens are the same")
+    with ExitStack() as stack:
+        return _run(arguments, stack)
+
+
+def _run(arguments: argparse.Namespace, stack: ExitStack) -> int:
+    is_device = arguments.device != "cpu"
+    is_slice = is_device and arguments.model is None and arguments.preset != "tiny"
+    if is_slice:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dm-")))
+        checkpoint = open_slice(folder / "slice", arguments.preset, arguments.layers)
+    else:
+        checkpoint = open_checkpoint(arguments)
     if arguments.record:
         jobs = held_out_jobs(checkpoint.folder)
         policies = Policies(checkpoint, None, len(jobs), ANSWER_TOKENS)
@@ -219,7 +246,10 @@ def main() -> int:
     fewer = min(arguments.pairs, FEWER_PAIRS)
     wanted = {policy: arguments.pairs if policy == ADAPTIVE else fewer for policy in chosen}
     tokens, clock = max(LEAST_EACH, arguments.tokens), CLOCKS[arguments.clock]
-    policies = Policies(checkpoint, acceptance, max(batches), tokens, clock)
+    make = Policies
+    if is_device:
+        make = HostPolicies if arguments.device == "host" else DevicePolicies
+    policies = make(checkpoint, acceptance, max(batches), tokens, clock)
     cases: list[dict[str, Json]] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     try:
@@ -231,7 +261,7 @@ def main() -> int:
                 jobs = random_jobs(checkpoint.config, batch, tokens, arguments.temperature)
                 for policy, found in measure(policies, jobs, wanted).items():
                     bound = roofline_of(policies, acceptance, batch, policy)
-                    cases.append(case(batch, policy, found, bound))
+                    cases.append(case(batch, policy, found, bound, arguments.device))
                 bar.advance(task)
     finally:
         policies.close()
@@ -241,11 +271,14 @@ def main() -> int:
         "temperature": arguments.temperature,
         "tokens": arguments.tokens,
         "clock": arguments.clock,
+        "device": arguments.device,
+        "layers": checkpoint.config.num_hidden_layers,
         "acceptance": None if acceptance is None else list(acceptance.by_place),
         "adaptive": verdict(cases),
     }
     found_all = report("bench spec", config=described, cases=cases, ok=True)
-    publish(found_all, name="spec", as_json=arguments.json)
+    store = not arguments.no_store
+    publish(found_all, name="spec", as_json=arguments.json, store=store)
     return 0
 
 

@@ -18,6 +18,7 @@ class Roofline:
     def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
         draft = weights.draft
         assert draft is not None
+        self.config = config
         self._top_k = config.num_experts_per_tok
         self._draft_top_k, self._size = config.dspark_num_experts_per_tok, config.dspark_block_size
         self._head = _bytes(weights.head)

@@ -19,12 +19,13 @@ from bench.spec_acceptance import (
     OracleSpeculation,
     RecordingSpeculation,
 )
+from bench.spec_roofline import Roofline
 from deepmesh.config import Config, ExecutorConfig, MeshConfig, SchedulerConfig
 from deepmesh.wire.messages import Generate, Load, SamplingParams
 from deepmesh.wire.packed import pack_ids, unpack_ids
 from models.tiny.training import structured, tasks
 from models.tiny.training.render import Conversation
-from services.executor.interface import OnProgress
+from services.executor.interface import Engine, OnProgress
 from services.executor.model_config import ModelConfig
 from services.executor.models.deepseek_v41 import DeepseekV41
 from services.executor.runner import Model, ModelEngine
@@ -58,7 +59,7 @@ class SharedEngine(ModelEngine):
         self.speculation = speculation
 
     @property
-    def drafting(self) -> Speculation | None:
+    def drafts_made(self) -> Speculation | None:
         """The drafts of the latest engine epoch."""
         return self._speculation
 
@@ -118,6 +119,8 @@ class Window:
 class Policies:
     """The engines of all policies over one model."""
 
+    blocks = (0, 0)  # of the global and the window pool; 0: as many as usual
+
     def __init__(
         self,
         checkpoint: Checkpoint,
@@ -143,18 +146,17 @@ class Policies:
         self._outputs: dict[int, list[int]] = {}
 
     @property
-    def model(self) -> DeepseekV41:
-        """What all of them run."""
+    def roofline(self) -> Roofline:
+        """Of what all of them run."""
         model = self._models[self._checkpoint.folder]
         assert isinstance(model, DeepseekV41)
-        return model
+        return Roofline(model.config, model.weights)
 
     def close(self) -> None:
         """End the executors."""
         for rig in self._rigs.values():
             rig.close()
-        for engine in self._engines.values():
-            engine.close()
+        self._end_engines()
 
     def learn(self, jobs: Sequence[Job]) -> dict[int, list[int]]:
         """The outputs without drafts, of which the drafts to come are made."""
@@ -192,18 +194,30 @@ class Policies:
         """What becomes of the model's own drafts."""
         self._speculation = RecordingSpeculation
         self.run(str(max(LENGTHS)), jobs, is_whole=True)
-        found = self._engines[str(max(LENGTHS))].drafting
+        found = self._engines[str(max(LENGTHS))].drafts_made
         assert isinstance(found, RecordingSpeculation)
         return found.recording.acceptance(self._checkpoint.name, len(jobs))
 
     def _num_verified(self, policy: str) -> int:
-        found = self._engines[policy].drafting
+        """Drafts so far, whatever was planned."""
+        found = self._engines[policy].drafts_made
         return found.verified if isinstance(found, CountingSpeculation) else 0
+
+    def _make_engine(self, config: Config, policy: str) -> Engine:
+        engine = SharedEngine(config, self._models, self._speculation)
+        self._engines[policy] = engine
+        return engine
+
+    def _end_engines(self) -> None:
+        for engine in self._engines.values():
+            engine.close()
 
     def _rig(self, policy: str) -> Rig:
         if policy not in self._rigs:
             length = {NONE: 0, ADAPTIVE: max(LENGTHS)}.get(policy)
             executor = ExecutorConfig(
+                global_blocks=self.blocks[0],
+                window_blocks=self.blocks[1],
                 draft_tokens=int(policy) if length is None else length,
                 draft_policy="adaptive" if policy == ADAPTIVE else "always",
                 masks=False,
@@ -219,8 +233,7 @@ class Policies:
             folder = str(self._checkpoint.folder)
             mesh = MeshConfig(model=folder, log_level="error")
             config = Config(mesh=mesh, scheduler=scheduler, executor=executor)
-            engine = SharedEngine(config, self._models, self._speculation)
-            self._engines[policy] = engine
+            engine = self._make_engine(config, policy)
             self._rigs[policy] = Rig([engine], scheduler, model=folder, numerics="bf16")
         return self._rigs[policy]
 

@@ -234,19 +234,15 @@ def capped(spare: int) -> MakeStep:
 
 
 @on_each
-@pytest.mark.parametrize("spare", [None, 0, 3, 11])
-def test_a_budget_goes_to_the_drafts_that_the_cpu_gives_it_to(
-    drafting: AnyShape, spare: int | None
-) -> None:
+@pytest.mark.parametrize("spare", [0, 3, 11])
+def test_a_budget_goes_to_the_drafts_that_the_cpu_gives_it_to(device: str, spare: int) -> None:
     """The same drafts, confidences and calibration, one step after the other."""
+    engines = KeptEngine(config_of(DRAFTS)), device_engine(device, DRAFTS)
     jobs = jobs_of(8, 16)
-    on_step = capped(spare) if spare is not None else (lambda step: step)
-    engine = KeptEngine(config_of(DRAFTS))
-    try:
-        wanted = run(engine, jobs, on_step=on_step, depth=1)
-    finally:
+    on_step = capped(spare)
+    wanted, ours = (run(engine, jobs, on_step=on_step, depth=1) for engine in engines)
+    for engine in engines:
         engine.end()
-    ours = run(drafting, jobs, on_step=on_step, depth=1)
     assert same(ours[0], wanted[0])
     assert ours[1:] == wanted[1:]
     assert (sum(ours[1]) == 0) == (spare == 0)

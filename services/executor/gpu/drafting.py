@@ -15,6 +15,7 @@ from deepmesh.wire.messages import Capacity, Descriptor
 from kernels.sampling.sample_cuda import mask_words
 from services.executor.gpu.decode_program import bucket_for
 from services.executor.gpu.decode_step import DecodeStep
+from services.executor.gpu.draft_step import DraftStep
 from services.executor.gpu.flight import DraftBuffer, Part, PartBuffer
 from services.executor.gpu.masking import Masked, Masking
 from services.executor.gpu.sampler import Copy, DeviceSampler
@@ -145,11 +146,15 @@ class DeviceDrafting:
         begin, end = (buffer.stamps[i].data_ptr() for i in range(2))
         self._state.plan(buffer.given.data_ptr(), self._slots.plain, out, shape, begin)
         program.launch()
+        self._drafted(step)
         results = (buffer.ids, buffer.lengths, buffer.bins, buffer.errors)
         ids, lengths, bins, errors = (room.data_ptr() for room in results)
         rows = step.rows[0]
         self._state.store(rows, step.drafts, step.chances, (ids, lengths, bins, errors), end)
         self._slots.stamp(stamp)
+
+    def _drafted(self, step: DraftStep) -> None:
+        """What came out of a pass; benchmarks put drafts of their own making in its place."""
 
     def _draw(self, logits: Tensor, rows: Tensor, starts: Tensor) -> Tensor:
         self._own.sample(logits, rows, starts)

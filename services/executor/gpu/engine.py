@@ -14,6 +14,7 @@ from services.executor.capacity import verified_tokens
 from services.executor.eplb import GroupExperts
 from services.executor.flights import Flight, Settling
 from services.executor.gpu.costs import measure_device_costs
+from services.executor.gpu.drafting import DeviceDrafting
 from services.executor.gpu.forwards import ModelForwards
 from services.executor.gpu.group import DeviceGroup, geometry_of
 from services.executor.gpu.group_steps import DeviceGroupSteps
@@ -40,6 +41,7 @@ class GpuEngine(ModelEngine):
     kind = "cuda"
     leaves_out = False
     forwards = ModelForwards
+    drafting = DeviceDrafting  # benchmarks have drafts of their own making
 
     def __init__(
         self,
@@ -115,6 +117,7 @@ class GpuEngine(ModelEngine):
             masks=self._masks,
             run_ops=self.run_ops,
             group=self._steps,
+            drafting=self.drafting,
         )
 
     def _no_drafts(self) -> str:

@@ -88,12 +88,14 @@ class Launcher:
         masks: GrammarMasks | None,
         run_ops: Callable[[Sequence[BlockOp]], None],
         group: GroupSteps | None = None,
+        drafting: type[DeviceDrafting] = DeviceDrafting,
     ) -> None:
         """
         Args:
             max_rows: of a step.
             run_ops: launches operations on blocks.
             group: of ranks that share the experts; None: this one is alone.
+            drafting: benchmarks have drafts of their own making.
         """
         self._group = group
         self._config, self._capacity = config, capacity
@@ -111,7 +113,7 @@ class Launcher:
             self._masking = Masking(masks, self._sampler, self._copy)
             self._drafting: DeviceDrafting | None = None
             if places:
-                self._drafting = DeviceDrafting(
+                self._drafting = drafting(
                     config,
                     capacity,
                     forwards,
