@@ -59,13 +59,22 @@ def main() -> int:
                 x, ids[at], shares, layer.packed, first_expert=0, limit=LIMIT
             )
 
+        def unsummed(
+            at: int, x: Tensor = x, ids: list[Tensor] = ids, shares: Tensor = shares
+        ) -> Tensor:
+            return experts_cuda.routed_experts_slots(
+                x, ids[at], shares, layer.packed, first_expert=0, limit=LIMIT
+            )
+
         times: dict[str, list[float]] = {name: [] for name in VARIANTS}
+        unsummed_us: dict[str, float] = {}
         outs: dict[str, list[Tensor]] = {}
         for _ in range(TURNS):
             for name, library in libraries.items():
                 experts_cuda.cuda.load = lambda *_, library=library: library
                 outs[name] = [work(at) for at in range(ROUTINGS)]
                 times[name].append(graph_us(work, ROUTINGS)[0])
+                unsummed_us[name] = graph_us(unsummed, ROUTINGS)[0]
         read = touched(drawn) * weights * 17 / 32 + 2 * 2 * batch * SHAPE["hidden"]
         floor = 1e6 * read / rates.read
         for name in VARIANTS:
@@ -74,6 +83,7 @@ def main() -> int:
             median = statistics.median(times[name])
             line = {"batch": batch, "variant": name, "us": round(median, 2), "same_bits": same}
             line |= {"share_of_floor": round(floor / median, 4)}
+            line |= {"unsummed_us": round(unsummed_us[name], 2)}
             line |= {"turns": [round(time, 2) for time in times[name]]}
             print(json.dumps(line), flush=True)
     return 0 if good else 1

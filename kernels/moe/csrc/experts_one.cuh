@@ -87,9 +87,11 @@ __global__ void __launch_bounds__(kOneWarps * 32, 1) one_token_kernel(const OneA
   __syncthreads();
 
   const int units = args.units, steps = args.steps, items = num_held * units;
-  const int teams = gridDim.x * kOneTeams, me = blockIdx.x * kOneTeams + team;
-  const int begin = static_cast<int>(static_cast<int64_t>(items) * me / teams);
-  const int end = static_cast<int>(static_cast<int64_t>(items) * (me + 1) / teams);
+  // The first blocks have an item more. Those of the second product begin where blocks of the first have
+  // ended, so they come to the multiprocessors that had one less.
+  const int block = blockIdx.x, num_blocks = gridDim.x, even = items / num_blocks, more = items % num_blocks;
+  const int from_item = block * even + min(block, more), own = even + (block < more);
+  const int begin = from_item + own * team / kOneTeams, end = from_item + own * (team + 1) / kOneTeams;
   const int first_step = steps * member / kOneUnitWarps, last_step = steps * (member + 1) / kOneUnitWarps;
   const int mine = last_step - first_step;
 
