@@ -17,11 +17,10 @@ from kernels import cuda, portable
 from kernels.comm.comm import Arrivals, ExchangeError
 
 PATIENCE_S = 5.0
-_MOST_ITEMS = 2048  # of an exchange, each with a flag of its own
 _STATE_WORDS, _STATUS_WORDS = 4, 6
 _FAILED, _TAG = 2, 3  # words of the state
 _APART = 2  # value of the first of these
-_STOP, _CODE, _EXCHANGE, _FROM, _ITEM, _THEIR_TAG = range(_STATUS_WORDS)
+_STOP, _CODE, _EXCHANGE, _FROM, _TOKEN, _THEIR_TAG = range(_STATUS_WORDS)
 _LATE, _STOPPED, _ELSEWHERE = 1, 2, 3  # values of the code
 
 
@@ -109,12 +108,11 @@ class OneSidedExchange:
         self._group.status = self._status.data_ptr()
         self._library = portable.library("comm", "exchange", is_cuda=is_cuda)
         with self._on_device():
-            tile = ctypes.c_int64(-(-geometry.capacity // _MOST_ITEMS))
-            cuda.check(self._library.exchange_prepare(ctypes.byref(self._group), tile))
+            cuda.check(self._library.exchange_prepare(ctypes.byref(self._group)))
         self.set_tag(0)  # loads what that runs: later would be behind kernels that wait
         if is_cuda:
             torch.cuda.synchronize(self.device)
-        self._capacity = self._tile = self._items = 0
+        self._capacity = 0
         self._status_at = self._status.numpy()
         self._sent: tuple[Tensor, Tensor] | None = None  # ids and owners of our own tokens
 
@@ -134,8 +132,7 @@ class OneSidedExchange:
         """Tokens a rank of the exchanges that follow, or are captured, at most: the same on all
         ranks."""
         assert 0 < capacity <= self._geometry.capacity
-        self._capacity, self._tile = capacity, -(-capacity // _MOST_ITEMS)
-        self._items = -(-capacity // self._tile)
+        self._capacity = capacity
 
     def set_tag(self, tag: int) -> None:
         """Name the step that the next exchanges belong to; on the current stream."""
@@ -162,11 +159,10 @@ class OneSidedExchange:
         assert tokens <= self._capacity, f"{tokens} tokens, capacity {self._capacity}"
         assert expert_ids.dtype == owners.dtype == torch.int32
         x, expert_ids, weights = x.contiguous(), expert_ids.contiguous(), weights.contiguous()
-        sizes = [ctypes.c_int64(n) for n in (self._tile, self._items, self._capacity)]
-        is_bf16 = ctypes.c_int64(x.dtype is torch.bfloat16)
+        capacity, is_bf16 = map(ctypes.c_int64, (self._capacity, x.dtype is torch.bfloat16))
         self._call(
             "exchange_send",
-            *sizes,
+            capacity,
             ctypes.c_int64(tokens),
             _at(x),
             is_bf16,
@@ -184,7 +180,7 @@ class OneSidedExchange:
         )
         self._call(
             "exchange_receive",
-            *sizes,
+            capacity,
             _at(arrived.x),
             is_bf16,
             _at(arrived.expert_ids),
@@ -199,13 +195,11 @@ class OneSidedExchange:
         assert self._sent is not None, "combine before dispatch"
         ids, owners = self._sent
         assert slots.dtype is self._geometry.slots
-        slots, tile = slots.contiguous(), ctypes.c_int64(self._tile)
-        capacity = ctypes.c_int64(self._capacity)
-        self._call("exchange_return", tile, ctypes.c_int64(self._items), capacity, _at(slots))
+        slots, capacity = slots.contiguous(), ctypes.c_int64(self._capacity)
+        self._call("exchange_return", capacity, _at(slots))
         out = torch.empty(ids.shape[0], self._geometry.hidden, device=self.device)
-        tokens = ctypes.c_int64(ids.shape[0])
-        sent = _at(ids), _at(owners)
-        self._call("exchange_reduce", tile, tokens, capacity, *sent, _at(slots), _at(out))
+        tokens, sent = ctypes.c_int64(ids.shape[0]), (_at(ids), _at(owners))
+        self._call("exchange_reduce", tokens, capacity, *sent, _at(slots), _at(out))
         self._sent = None
         return out
 
@@ -213,7 +207,7 @@ class OneSidedExchange:
         """In the place of `combine`, on all ranks: nothing comes back. For benchmarks."""
         assert self._sent is not None, "skip before dispatch"
         nothing, self._sent = ctypes.c_int64(0), None
-        self._call("exchange_return", ctypes.c_int64(1), nothing, nothing, ctypes.c_void_p())
+        self._call("exchange_return", nothing, ctypes.c_void_p())
 
     def check(self) -> None:
         """Look whether an exchange has failed; waits for nothing.
@@ -234,7 +228,7 @@ class OneSidedExchange:
                     " this rank at another step"
                 )
             case _:
-                raise ExchangeError(f"{where}: rank {words[_FROM]} is late (item {words[_ITEM]})")
+                raise ExchangeError(f"{where}: rank {words[_FROM]} is late (token {words[_TOKEN]})")
 
     def reset(self, windows: Sequence[int], *, is_apart: bool = False) -> None:
         """Begin with exchange 1 over these windows, whatever happened before: graphs stay valid.

@@ -28,8 +28,8 @@ int run(Group group, int rank, uint8_t* const* windows) {
       const int first = draw() % (kExperts - kTopK + 1);
       for (int k = 0; k < kTopK; ++k) ids[token * kTopK + k] = first + k;
     }
-    exchange_send(&group, 2, (kCapacity + 1) / 2, kCapacity, tokens, x.data(), 0, ids.data(), weights.data(), kOwners, nullptr);
-    exchange_receive(&group, 2, (kCapacity + 1) / 2, kCapacity, their_x.data(), 0, their_ids.data(),
+    exchange_send(&group, kCapacity, tokens, x.data(), 0, ids.data(), weights.data(), kOwners, nullptr);
+    exchange_receive(&group, kCapacity, their_x.data(), 0, their_ids.data(),
                      their_weights.data(), &rows, nullptr);
     for (const int32_t id : their_ids) held += id >= 0;
     wrong += rows != held;
@@ -37,8 +37,8 @@ int run(Group group, int rank, uint8_t* const* windows) {
       const int32_t id = their_ids[i / kHidden];
       slots[i] = id < 0 ? NAN : id + 1.0f;
     }
-    exchange_return(&group, 2, (kCapacity + 1) / 2, kCapacity, slots.data(), nullptr);
-    exchange_reduce(&group, 2, tokens, kCapacity, ids.data(), kOwners, slots.data(), out.data(), nullptr);
+    exchange_return(&group, kCapacity, slots.data(), nullptr);
+    exchange_reduce(&group, tokens, kCapacity, ids.data(), kOwners, slots.data(), out.data(), nullptr);
     for (int token = 0; token < tokens; ++token)
       wrong += out[token * kHidden + kHidden - 1] != 3.0f * ids[token * kTopK] + 6.0f;
     wrong += status[kCode] != kFine;
@@ -53,7 +53,7 @@ int main() {
   group.ranks = kRanks, group.capacity = kCapacity, group.hidden = kHidden, group.top_k = kTopK;
   group.is_fp8 = 1, group.slot_bytes = 4, group.patience_ns = 60'000'000'000;
   const uint64_t bytes = exchange_window_bytes(&group);
-  std::vector<std::vector<Quad>> memory(kRanks, std::vector<Quad>(bytes / sizeof(Quad) + 1));
+  std::vector<std::vector<uint64_t>> memory(kRanks, std::vector<uint64_t>(bytes / 8));
   std::vector<uint8_t*> windows;
   for (auto& own : memory) windows.push_back(reinterpret_cast<uint8_t*>(own.data()));
   std::vector<int> wrong(kRanks);

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.comm import one_sided
 from kernels.comm.comm import ExchangeError
 from kernels.comm.one_sided import Geometry, OneSidedExchange
 from kernels.comm.routes import plan_routes
@@ -133,21 +132,6 @@ def test_rows_that_come_are_counted(device: str) -> None:
         found = on_every_rank(exchanges, run)
     ids = torch.cat([tokens(rank, count)[1] for rank, count in enumerate(counts)])
     assert found == torch.bincount(split(2)[ids.long()].flatten(), minlength=2).tolist()
-
-
-@every_device
-def test_items_of_several_tokens(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last one is not whole."""
-    monkeypatch.setattr(one_sided, "_MOST_ITEMS", 5)
-    shape, owners = geometry(2), split(2, device)
-
-    def run(exchange: OneSidedExchange) -> bool:
-        exchange.begin(1, CAPACITY)
-        own = tokens(exchange.rank, 9 - 2 * exchange.rank, device)
-        return torch.equal(fetched(moe(exchange, owners, own)), alone(own, shape))
-
-    with group(shape, device) as exchanges:
-        assert all(on_every_rank(exchanges, run))
 
 
 def test_padded_tokens_are_nobodys_and_what_is_not_a_number_stays_so() -> None:
