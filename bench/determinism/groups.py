@@ -22,6 +22,8 @@ MAX_ROWS = 64
 MAX_LEN = 512
 MOST_LOSSES = 6
 MAX_DRAFTS = 5
+# Experts change their ranks, layer by layer, all the time.
+MOVES_OFTEN = {"experts_interval_s": 0.05, "experts_record_steps": 2, "experts_ridge_rows": 0}
 
 
 @dataclass(frozen=True)
@@ -204,11 +206,10 @@ class Groups:
 
     def _with_moves(self, ranks: int) -> list[Outputs]:
         """Experts change their ranks, layer by layer, while requests run."""
-        often = {"experts_interval_s": 0.05, "experts_record_steps": 2, "experts_ridge_rows": 0}
         config = self._setting.config(ranks=ranks)
         config = replace(
             config,
-            scheduler=replace(config.scheduler, **often),
+            scheduler=replace(config.scheduler, **MOVES_OFTEN),
             executor=replace(config.executor, redundant_experts=ranks),
         )
         engines = [self._make_engine(config) for _ in range(ranks)]

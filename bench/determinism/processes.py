@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from bench.determinism.caches import cache_groups
 from bench.determinism.groups import Outputs, Setting
 from bench.determinism.mesh import killed_executor
+from bench.determinism.rank_processes import rank_groups
 from bench.determinism.split import GROUP, split_group
 
 Ran = tuple[str, Outputs, float]  # name, what came of each request, seconds
@@ -21,7 +22,12 @@ def _split(setting: Setting) -> Iterator[tuple[str, Outputs]]:
 
 
 # None uses what another one does: they may run at the same time.
-PROCESSES: dict[str, Run] = {"killed": _killed, "split": _split, "caches": cache_groups}
+PROCESSES: dict[str, Run] = {
+    "killed": _killed,
+    "split": _split,
+    "caches": cache_groups,
+    "ranks": rank_groups,
+}
 
 
 def ran(run: Run, setting: Setting) -> list[Ran]:
