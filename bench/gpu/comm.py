@@ -136,7 +136,8 @@ def all_to_all(timer: Timer, group: dist.ProcessGroupNCCL, ranks: int, num_bytes
     out, given = (torch.zeros(ranks * size, dtype=torch.uint8, device="cuda") for _ in range(2))
 
     def run() -> object:
-        work = group.alltoall_base(out, given, [], [], dist.AllToAllOptions())
+        exchange = group.alltoall_base  # pyright: ignore[reportAttributeAccessIssue] # no stub
+        work = exchange(out, given, [], [], dist.AllToAllOptions())
         work.wait()
         return None
 
