@@ -29,7 +29,8 @@ tests() { # NAME SECONDS ARGUMENTS OF PYTEST...
 
 part comm 120 "$python" -m bench.comm --device cuda --json --limit 110 \
 	--tokens 1 --tokens 16 --tokens 128 --tokens 1024 --tokens 8192
-tests kernels 100 -m gpu tests/kernels/test_one_sided.py tests/kernels/test_one_sided_cuda.py
+tests kernels 100 --noconftest -m gpu tests/kernels/test_one_sided.py tests/kernels/test_one_sided_cuda.py \
+	tests/services/test_window_cuda.py
 tests mesh 150 --noconftest -rP -m gpu tests/e2e/test_device_ranks.py
 part decode 150 "$python" -m bench.decode --device cuda --ranks 2 --zipf 0 --batch 64 --json --limit 140
 part prefill 120 "$python" -m bench.prefill --device cuda --ranks 2 --zipf 0 --tokens 8192 --json --limit 110

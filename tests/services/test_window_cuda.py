@@ -47,8 +47,9 @@ def test_a_window_of_another_kind_is_refused() -> None:
         OpenCudaWindow("window:host:1:2", 4096)
 
 
-def read_in_another_process(ours: Connection) -> None:
+def read_in_another_process(ours: Connection, device: int) -> None:
     """Open it, look at its head, copy a payload out of it, and say what the sums are."""
+    torch.cuda.set_device(device)
     name, num_bytes = ours.recv()
     window = MappedWindow(OpenCudaWindow(name, num_bytes), num_bytes)
     ours.send(window.head(NONCE_BYTES))
@@ -66,28 +67,32 @@ def window_of(place: torch.Tensor) -> int:
 
 
 @pytest.mark.gpu
-def test_a_payload_goes_from_process_to_process_on_one_gpu() -> None:
+@pytest.mark.parametrize("reader", [0, 1])
+def test_a_payload_goes_from_process_to_process(reader: int) -> None:
+    """On one GPU, and from one to another; it is written once the other process looks."""
+    if reader >= torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
     area = HandoverArea(CudaWindow(8 << 20))
-    key, payload = (b"k" * 16, KvKind.BLOCK), np.random.default_rng(1).bytes(57_024 + 5)
-    room = area.take(len(payload))
-    assert room is not None
-    at, place = room
-    assert isinstance(place, torch.Tensor)
-    place.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-    torch.cuda.synchronize()
-    area.keep(1, key, [(Pool.GLOBAL, len(payload))], at)
-    found = area.begin_read(key)
-    assert found is not None
-    item, handle = found
-    assert area.read(item) == payload, "as frames"
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    child = context.Process(target=read_in_another_process, args=(theirs,))
+    child = context.Process(target=read_in_another_process, args=(theirs, reader))
     child.start()
     try:
         ours.send((area.memory.name, area.memory.num_bytes))
         assert ours.poll(WAIT_S)
         assert ours.recv() == area.nonce
+        key, payload = (b"k" * 16, KvKind.BLOCK), np.random.default_rng(1).bytes(57_024 + 5)
+        room = area.take(len(payload))
+        assert room is not None
+        at, place = room
+        assert isinstance(place, torch.Tensor)
+        place.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        torch.cuda.synchronize()
+        area.keep(1, key, [(Pool.GLOBAL, len(payload))], at)
+        found = area.begin_read(key)
+        assert found is not None
+        item, handle = found
+        assert area.read(item) == payload, "as frames"
         ours.send((item.extents, len(payload)))
         assert ours.poll(WAIT_S)
         before, copied, data, still = ours.recv()
