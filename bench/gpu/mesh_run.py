@@ -78,9 +78,12 @@ class MeshRun:
     start_s: float
 
 
-def write_slice(folder: Path, preset: str, layers: int) -> None:
-    """The checkpoint of a slice without its weights, which an executor is told to make."""
-    raw = preset_config(preset, layers=layers)
+def write_slice(folder: Path, preset: str, layers: int, stages: int = 0) -> None:
+    """The checkpoint of a slice without its weights, which an executor is told to make.
+
+    `stages`: of drafts.
+    """
+    raw = preset_config(preset, layers=layers, stages=stages)
     text = raw["text_config"]
     text["engram_compressed_vocab_size"] = text["vocab_size"]  # as `random_device_model` has it
     folder.mkdir(parents=True)

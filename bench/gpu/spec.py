@@ -33,13 +33,14 @@ from services.executor.models.numerics import Numerics
 from services.executor.sample_row import SampleRow
 from services.executor.weights import load_weights
 
+STAGES = 3  # of drafts, as released
 EDGE = 1e-6  # no confidence is nearer to 0 or 1
 BLOCKS_A_ROW = 4  # of short requests
 
 
 def open_slice(folder: Path, preset: str, layers: int) -> Checkpoint:
     """A checkpoint without weights: engines here make them."""
-    write_slice(folder, preset, layers)
+    write_slice(folder, preset, layers, STAGES)
     return Checkpoint(f"{preset}, {layers} layers", folder, load_config(folder))
 
 

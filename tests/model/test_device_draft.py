@@ -7,17 +7,24 @@ import torch
 from torch import Tensor
 
 from kernels.attention.packed_rows import pack_window_rows, unpack_window_rows, window_values
+from kernels.attention.pools import RowFormat, RowPool
+from kernels.attention.rows_portable import rotate_portable
+from kernels.attention.store_rows_cuda import PackedFormat
+from kernels.mhc.streams_portable import rms_norm_portable
 from kernels.sampling.draws import Draws
 from kernels.sampling.sample_tokens import sample_tokens
 from services.executor.batch import StepBatch
 from services.executor.gpu.draft_program import DraftProgram
 from services.executor.gpu.draft_step import DraftStep
 from services.executor.gpu.drafter import Draw
+from services.executor.gpu.linears import Device
 from services.executor.gpu.model import DeviceModel, load_device_model
 from services.executor.gpu.random_model import random_device_model
+from services.executor.gpu.rows import HopperRows, Norm, PortableRows
 from services.executor.kv_cache import KvCache
+from services.executor.models.numerics import Numerics
 from services.executor.models.outputs import DraftBatch
-from services.executor.models.plan import Ropes, window_slots, window_table
+from services.executor.models.plan import Angles, Ropes, window_slots, window_table
 from tests.model.driving import FIXTURE, Request, fixture_model, random_ids, same_bits
 from tests.model.test_device_model import small_flash
 from tests.model.test_draft_program import DRAWS, LENGTHS
@@ -102,6 +109,52 @@ def test_rows_of_a_window_are_unpacked_without_a_look_at_the_host() -> None:
     assert torch.equal(window_values(rows.view(7, 1, -1))[:, 0], unpack_window_rows(rows))
 
 
+class HostRows(HopperRows):
+    """What Hopper's kernels store, packed by torch."""
+
+    def store(
+        self,
+        x: Tensor,
+        angles: Angles,
+        pool: RowPool,
+        slots: Tensor,
+        packed_format: PackedFormat,
+        *,
+        norm: Norm | None = None,
+        entries: int = 1,
+    ) -> None:
+        assert norm is not None
+        normed = rms_norm_portable(x.float(), *norm, bf16=True).bfloat16().float()
+        pool.rows[slots.long()] = pack_window_rows(rotate_portable(normed, *angles, bf16=True))
+
+
+def test_blocks_attend_in_torch_as_by_kernels_of_any_shape() -> None:
+    """Shapes of V4.1-Flash; a window that has just begun, and a row without any."""
+    draw = torch.Generator().manual_seed(0)
+
+    def values(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw)
+
+    blocks, size, heads, dim = 3, 5, 8, 512
+    slots = torch.randint(0, 300, (blocks, 128), generator=draw).int()
+    slots[0, :100], slots[1] = -1, -1
+    x, queries = values(blocks * size, dim).bfloat16(), values(blocks * size, heads, dim).bfloat16()
+    turns = 6 * torch.rand(blocks * size, 32, generator=draw)
+    angles, norm = (turns.cos(), turns.sin()), (0.5 + torch.rand(dim, generator=draw), 1e-6)
+    first = torch.arange(blocks).repeat_interleave(size).unsqueeze(1) * size
+    own, sinks, rows = (x, norm, first + torch.arange(size)), values(heads), values(300, dim)
+    packed = RowPool(pack_window_rows(rows), RowFormat.FP8, dim)
+    ours = HostRows().attend_block(queries, angles, (packed, slots), own, sinks)
+    device = Device(torch.device("cpu"), Numerics.named("bf16"), fast=False)
+    held = torch.zeros(301, RowFormat.FP8.row_bytes(dim), dtype=torch.uint8)
+    pool = RowPool(held, RowFormat.FP8, dim)
+    pool.put(torch.arange(300), rows)
+    wanted = PortableRows(device).attend_block(
+        queries.float(), angles, (pool, slots), (x.float(), *own[1:]), sinks
+    )
+    assert float((ours.float() - wanted).norm() / wanted.norm()) < 4e-3
+
+
 def keeping(all_logits: Tensor) -> Draw:
     """The likeliest; logits [places, rows, vocab_size] stay."""
 
@@ -120,7 +173,7 @@ def test_kernels_for_hopper_draft_near_those_of_any_shape(is_captured: bool) -> 
     found: list[Tensor] = []
     ids = random_ids(200, seed=4)
     for fast in (True, False):
-        model = random_device_model(small_flash(), fast=fast, drafts=True)
+        model = random_device_model(small_flash(stages=3), fast=fast, drafts=True)
         assert model.drafter is not None
         cache = KvCache(model.config, 4, 4, 2, device="cuda")
         batch = StepBatch.build([Request(ids, [0, 1, 2, 3], [0, 1, 2, 3], 0).row(len(ids))])

@@ -103,12 +103,13 @@ def test_fast_kernels_are_near_and_keep_bits() -> None:
         assert same_bits(other.logits, out.logits)
 
 
-def small_flash() -> dict[str, Any]:
+def small_flash(stages: int = 0) -> dict[str, Any]:
     """The shapes of V4.1-Flash's attention and width, a few small experts, a choice of 64 rows."""
-    raw = preset_config("v41-flash", layers=6)
+    raw = preset_config("v41-flash", layers=6, stages=stages)
     text = raw["text_config"]
     text |= {"vocab_size": 512, "n_routed_experts": 32, "moe_intermediate_size": 256}
     text |= {"index_topk": 64, "candidate_topk_blocks": 12, "dspark_noise_token_id": 5}
+    text |= {"dspark_n_routed_experts": 32}
     return raw
 
 

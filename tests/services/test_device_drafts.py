@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from msgspec.structs import replace
 
 from bench.determinism.engines import Kept, KeptEngine, KeptGpuEngine
@@ -246,6 +247,25 @@ def test_a_budget_goes_to_the_drafts_that_the_cpu_gives_it_to(device: str, spare
     assert same(ours[0], wanted[0])
     assert ours[1:] == wanted[1:]
     assert (sum(ours[1]) == 0) == (spare == 0)
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device_while_drafts_are_made_and_verified() -> None:
+    engine = KeptGpuEngine(config_of(DRAFTS))
+    jobs = make_jobs(MODEL, 8, 20, has_masks=False)
+    try:
+        run(engine, jobs)
+        rig = rig_of(engine)
+        rig.run(list(enumerate(jobs[:1])), ROWS)  # loads, which waits
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            rig.run(list(enumerate(jobs)), ROWS)
+            assert pays(rig.core.stats().verified_drafts, rig.core.stats().accepted_drafts)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            rig.close()
+    finally:
+        engine.end()
 
 
 @pytest.mark.gpu

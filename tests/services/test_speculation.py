@@ -15,9 +15,8 @@ from bench.determinism.outputs import Output
 from bench.determinism.rig import Rig
 from deepmesh.config import Config, ExecutorConfig, MeshConfig, SchedulerConfig
 from deepmesh.grammars import make_grammar
-from deepmesh.wire.messages import Failed, Load, SamplingParams
+from deepmesh.wire.messages import Failed, SamplingParams
 from deepmesh.wire.packed import pack_ids
-from services.executor.gpu.engine import GpuEngine
 from services.executor.interface import LiveRows
 from services.executor.speculation import PAIR, best_drafts, cut_pairs, scratch_blocks
 from tests.services.tokenizer_harness import TOKENIZER
@@ -188,16 +187,6 @@ def test_answers_of_the_model_that_ships_need_half_the_steps(rig: Rig) -> None:
     tokens = sum(len(output.ids) // 4 - 1 for output in outputs)  # the first comes with the prompt
     accepted = sum(rig.core.stats().accepted_drafts)
     assert tokens / (tokens - accepted) >= 2.0
-
-
-def test_a_device_that_cannot_draft_refuses_by_the_name_of_the_key() -> None:
-    executor = ExecutorConfig(draft_tokens=2, global_blocks=16, window_blocks=16)
-    engine = GpuEngine(Config(executor=executor), device="cpu")
-    try:
-        with pytest.raises(ValueError, match=r"executor\.draft_tokens.*cannot draft; use 0"):
-            engine.load(Load(1, 0, 1, str(MODEL), "bf16"), lambda stage, done, total: None)
-    finally:
-        engine.close()
 
 
 survivals = st.lists(st.floats(0, 1, width=32), min_size=0, max_size=5)
