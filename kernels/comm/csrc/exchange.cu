@@ -90,8 +90,9 @@ using exchange::kLineWords;
 constexpr int kMostThreads = 512;
 constexpr int kMostBlocks = 264;  // of a kernel: two a multiprocessor of an H200
 constexpr int kMostTopK = 32;
-constexpr int kWaitRounds = 64;  // between looks at the clock, and at what the host says, which is far away
-constexpr int kFirstLook = 15;
+constexpr int kWaitRounds = 32, kFirstLook = 15;  // between looks at the clock, and before the first one
+constexpr uint64_t kHostLookNs = 1'000'000;       // between looks at what the host says: thousands of warps
+                                                  // that read its memory at once would take longer than they wait
 constexpr int kRestRounds = 2;   // between rests
 enum State { kBegun, kArrived, kFailed, kTag };                     // words of a rank, on its device
 enum Status { kStop, kCode, kExchange, kFrom, kToken, kTheirTag };  // words that its host sees
@@ -281,7 +282,7 @@ DEVICE bool has_come(uint64_t number, uint32_t exchange) {
 template <int kCount>
 DEVICE bool fetch(const Group& group, const uint64_t* const (&lines)[kCount], Part (&parts)[kCount], uint32_t exchange,
                   int64_t from, int64_t token) {
-  uint64_t begin = 0;
+  uint64_t begin = 0, next_look = 0;
   for (int round = 0;; ++round) {
     bool is_there = true;
 #pragma unroll
@@ -296,10 +297,13 @@ DEVICE bool fetch(const Group& group, const uint64_t* const (&lines)[kCount], Pa
     if (round % kRestRounds == kRestRounds - 1) rest();
     if (round % kWaitRounds != kFirstLook) continue;
     if (!all_of_warp(!has_failed(group))) return false;
-    if (begin == 0) begin = now_ns();
+    const uint64_t now = now_ns();
+    if (begin == 0) begin = now, next_look = now + kHostLookNs;
+    if (now < next_look) continue;
+    next_look = now + kHostLookNs;
     if (load_word(&group.status[kStop]))
       fail(group, kStopped, exchange, from, token);
-    else if (now_ns() - begin > static_cast<uint64_t>(group.patience_ns) && !is_there)
+    else if (now - begin > static_cast<uint64_t>(group.patience_ns) && !is_there)
       fail(group, kLate, exchange, from, token);
   }
 #ifndef __CUDACC__

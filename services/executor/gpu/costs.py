@@ -176,7 +176,14 @@ class _Probe:
             for pool in (Pool.GLOBAL, Pool.WINDOW)
             for index in range(self._blocks)
         ]
-        kind = agreed or Descriptor(StepKind.MIXED, int(rows["q"].sum()), len(rows))
+        is_prompt = rows["mode"] == RowMode.PREFILL
+        kind = agreed or Descriptor(
+            StepKind.MIXED,
+            int(rows["q"].sum()),
+            len(rows),
+            decode_rows=int((~is_prompt).sum()),
+            prefill_tokens=int(rows["q"][is_prompt].sum()),
+        )
         packed = np.array(blocks, BLOCK).tobytes()
         step = SubmitStep(
             0, self._step_id, self._step_id, 0, kind, rows.tobytes(), init=inits, blocks=packed
