@@ -279,6 +279,7 @@ struct Multiplier {
     const int buffer = count & 1;
     wait_barrier(shared_address(&shared.weights_full[buffer]), count >> 1 & 1);
     if (tile == 0) return;
+    __syncwarp();  // lanes may read what others of their own warp wrote; racecheck does not count the barrier for these
     const float low = shared.factor[buffer][row()], high = shared.factor[buffer][row() + 8];
     if (!__any_sync(~0u, low != 1.f || high != 1.f)) return;
 #pragma unroll

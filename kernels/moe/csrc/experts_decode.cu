@@ -9,18 +9,9 @@
 // the tensor core in fp32 and scaled into an fp32 accumulator. Activations are FP8-rounded by the
 // caller (groups of 32) and stored as fp16 times a power of two, which is exact, too.
 
-#ifndef EXPERTS_ONE_STAGES
-#define EXPERTS_ONE_STAGES 0  // chunks in flight, by warp, of a single token; 0: it is one of many
-#endif
-#ifndef EXPERTS_WIDE_SUMS
-#define EXPERTS_WIDE_SUMS 0  // the sum over a token's experts has several loads in flight
-#endif
-
 #include "combine.cuh"
 #include "experts_chunks.cuh"
-#if EXPERTS_ONE_STAGES
 #include "experts_one.cuh"
-#endif
 
 using namespace hopper;
 using moe::activated;
@@ -394,29 +385,6 @@ __global__ void __launch_bounds__(kMaxExperts, 1)
   if (t == 0) input_unit[token] = 1.f / factor;
 }
 
-#if !EXPERTS_WIDE_SUMS
-// Slots of a token in ascending expert id, in fp32; slots of experts elsewhere are skipped.
-__global__ void combine_kernel(const __nv_bfloat16* slots, const int* ids, int top_k, int hidden,
-                               int first_expert, int experts, float* out) {
-  const int token = blockIdx.y, at = (blockIdx.x * blockDim.x + threadIdx.x) * 4;
-  wait_for_previous();
-  if (at >= hidden) return;
-  float sum[4] = {0.f, 0.f, 0.f, 0.f};
-  for (int k = 0; k < top_k; ++k) {
-    const int local = ids[token * top_k + k] - first_expert;
-    if (local < 0 || local >= experts) continue;
-    const uint2 raw = *reinterpret_cast<const uint2*>(
-        slots + (static_cast<int64_t>(token) * top_k + k) * hidden + at);
-    sum[0] += __uint_as_float(raw.x << 16);
-    sum[1] += __uint_as_float(raw.x & 0xFFFF0000u);
-    sum[2] += __uint_as_float(raw.y << 16);
-    sum[3] += __uint_as_float(raw.y & 0xFFFF0000u);
-  }
-  *reinterpret_cast<float4*>(out + static_cast<int64_t>(token) * hidden + at) =
-      make_float4(sum[0], sum[1], sum[2], sum[3]);
-}
-#endif
-
 template <bool kFirst>
 cudaError_t launch_experts(const Arguments& arguments, cudaStream_t stream) {
   static bool allowed = false;
@@ -443,8 +411,7 @@ extern "C" int experts_decode(const void* x, const void* ids, const void* weight
   int* const rows = lists + 3 * kListInts;
   const int width = static_cast<int>(hidden), k = static_cast<int>(top_k);
   const int from = static_cast<int>(first_expert), held = static_cast<int>(experts);
-  [[maybe_unused]] const int* const expert_ids = static_cast<const int*>(ids);
-#if EXPERTS_ONE_STAGES
+  const int* const expert_ids = static_cast<const int*>(ids);
   if (tokens == 1 && moe::one_fits(hidden, top_k)) {
     moe::OneArguments one{static_cast<const __nv_bfloat16*>(x),
                           expert_ids,
@@ -458,6 +425,9 @@ extern "C" int experts_decode(const void* x, const void* ids, const void* weight
                           width / kStep,
                           k,
                           limit};
+#ifdef EXPERTS_ONE_TIMES
+    one.times = static_cast<uint32_t*>(scratch_ints);
+#endif
     cudaError_t error = moe::launch_one<true>(one, stream);
     if (error != cudaSuccess) return error;
     one.packed = static_cast<const uint8_t*>(w2);
@@ -468,7 +438,6 @@ extern "C" int experts_decode(const void* x, const void* ids, const void* weight
     if (error != cudaSuccess || !out) return error;  // slots are the result
     return moe::combine(slots, expert_ids, tokens, k, width, from, held, nullptr, out, stream);
   }
-#endif
   cudaError_t error = launch_behind(
       route_kernel, static_cast<int>(tokens), kMaxExperts, 0, stream,
       static_cast<const __nv_bfloat16*>(x), static_cast<const int*>(ids),
@@ -495,11 +464,5 @@ extern "C" int experts_decode(const void* x, const void* ids, const void* weight
   arguments.steps = static_cast<int>(inter / kStep);
   error = launch_experts<false>(arguments, stream);
   if (error != cudaSuccess || !out) return error;  // slots are the result
-#if !EXPERTS_WIDE_SUMS
-  const dim3 grid(static_cast<unsigned>((width / 4 + 255) / 256), static_cast<unsigned>(tokens));
-  return launch_behind(combine_kernel, grid, 256, 0, stream, static_cast<const __nv_bfloat16*>(slots),
-                       static_cast<const int*>(ids), k, width, from, held, static_cast<float*>(out));
-#else
   return moe::combine(slots, expert_ids, tokens, k, width, from, held, nullptr, out, stream);
-#endif
 }

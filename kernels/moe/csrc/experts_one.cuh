@@ -9,6 +9,10 @@
 
 #include "experts_chunks.cuh"
 
+#ifndef EXPERTS_ONE_STAGES
+#define EXPERTS_ONE_STAGES 4  // chunks in flight, by warp: measured with bench/gpu/experts_variants.py
+#endif
+
 namespace moe {
 namespace {  // another library of these sources may be loaded beside this one
 
@@ -30,7 +34,21 @@ struct OneArguments {
   void* outputs;           // first: inputs of the second; second: bfloat16 [top_k, hidden]
   int first_expert, experts, units, steps, top_k;
   float limit;
+#ifdef EXPERTS_ONE_TIMES
+  uint32_t* times;  // [2, blocks, 8]: ns, see `note`
+#endif
 };
+
+// For bench/gpu/experts_variants.py: when the last team of a block has come to a place.
+__device__ __forceinline__ void note([[maybe_unused]] const OneArguments& args, [[maybe_unused]] bool first,
+                                     [[maybe_unused]] int place) {
+#ifdef EXPERTS_ONE_TIMES
+  uint64_t ns;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
+  if (threadIdx.x == (kOneTeams - 1) * kOneUnitWarps * 32)
+    args.times[((first ? 0 : gridDim.x) + blockIdx.x) * 8 + place] = static_cast<uint32_t>(ns);
+#endif
+}
 
 template <bool kFirst>
 constexpr int kOneStageBytes = kChunkBytes + (kFirst ? 0 : kOneRowBytes);
@@ -73,8 +91,10 @@ __global__ void __launch_bounds__(kOneWarps * 32, 1) one_token_kernel(const OneA
       reinterpret_cast<float*>(behind + (kFirst ? args.steps * kOneRowBytes : 0)) + team * kOneUnitWarps * kOnePart;
   uint64_t* const barriers =
       reinterpret_cast<uint64_t*>(parts + (kOneTeams - team) * kOneUnitWarps * kOnePart) + warp * kOneStages;
+  note(args, kFirst, 0);
   if (lane == 0) init_barriers(barriers, kOneStages);
   if (kFirst) hopper::wait_for_previous();  // ids are older than the second's predecessor
+  note(args, kFirst, 1);
   hopper::let_next_begin();
   if (warp == 0) {
     const int local = lane < args.top_k ? args.ids[lane] - args.first_expert : -1;
@@ -121,6 +141,7 @@ __global__ void __launch_bounds__(kOneWarps * 32, 1) one_token_kernel(const OneA
 
   const int ahead = min(kOneStages, to_load);
   for (int s = 0; s < kOneStages; ++s) load(false);
+  note(args, kFirst, 2);
   float unit_value = kCodeScale / kHiddenScale;
   if (kFirst) {
     unit_value = 1.f / round_row(args.x, steps * hopper::kChunkPositions, row, most_by_warp) * kCodeScale;
@@ -130,6 +151,7 @@ __global__ void __launch_bounds__(kOneWarps * 32, 1) one_token_kernel(const OneA
       for (int s = 0; s < ahead; ++s) load_row(s, begin + s / mine, s % mine);
   }
 
+  note(args, kFirst, 3);
   int stage_at = 0;
   uint32_t parity = 0;
   for (int item = begin; item < end; ++item) {
@@ -137,6 +159,7 @@ __global__ void __launch_bounds__(kOneWarps * 32, 1) one_token_kernel(const OneA
     for (int step = 0; step < mine; ++step) {
       uint8_t* const stage = ring + stage_at * kStageBytes;
       hopper::wait_barrier(hopper::shared_address(barriers + stage_at), parity);
+      if (item == begin && step == 0) note(args, kFirst, 4);
       const uint4 scales = *reinterpret_cast<const uint4*>(stage + kCodeBytes + g * 16);
       const uint4* const codes = reinterpret_cast<const uint4*>(stage) + lane;
       const uint8_t* const values =
@@ -168,6 +191,7 @@ __global__ void __launch_bounds__(kOneWarps * 32, 1) one_token_kernel(const OneA
       load(true);
       if (++stage_at == kOneStages) stage_at = 0, parity ^= 1;
     }
+    note(args, kFirst, 5);
     if (q == 0) {
 #pragma unroll
       for (int tile = 0; tile < 4; ++tile) {
@@ -201,6 +225,7 @@ __global__ void __launch_bounds__(kOneWarps * 32, 1) one_token_kernel(const OneA
     }
     sync_team(team, kOneUnitWarps * 32);
   }
+  note(args, kFirst, 6);
 }
 
 template <bool kFirst>
