@@ -120,7 +120,7 @@ def _left_out(device: str, ran: set[str] | None) -> dict[str, Json]:
 
     left_out: dict[str, Json] = {}
     if device == "cuda":
-        left_out["speculation"] = "a GPU does not draft yet"
+        left_out["speculation_ranks_2"] = "a group of devices does not draft"
     if device == "cuda" and ran is not None and "ranks_2" not in ran:
         left_out["ranks"] = "two GPUs are needed"
     if ran is not None and REDIS_GROUP not in ran:

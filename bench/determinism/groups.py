@@ -89,9 +89,7 @@ class Groups:
             "ranks_4": lambda: self._on_ranks(4),
             "eplb_move_ranks_2": lambda: self._with_moves(2),
             "eplb_move_ranks_4": lambda: self._with_moves(4),
-            "speculation": self._speculation,
             "speculation_ranks_2": self._speculation_on_two_ranks,
-            "speculation_masks_missed": self._speculation_with_late_masks,
         }
         return {
             "alone": lambda: [self.alone()],
@@ -103,6 +101,8 @@ class Groups:
             "preempted_at_every_position": self._preempted,
             "executor_restart": self._restarted,
             "masks_missed": self._late_masks,
+            "speculation": self._speculation,
+            "speculation_masks_missed": self._speculation_with_late_masks,
             **({} if self._setting.device == "cuda" else on_cpus),
         }
 
@@ -164,8 +164,9 @@ class Groups:
 
     def _speculation_with_late_masks(self) -> list[Outputs]:
         """Drafts under grammars whose masks come late: those behind drafts, and the first ones."""
-        config = self._setting.config(draft_tokens=MAX_DRAFTS)
-        engine = kept_engine(config, late_masks=True)
+        setting = self._setting
+        config = setting.config(draft_tokens=MAX_DRAFTS)
+        engine = kept_engine(config, late_masks=True, on_host=setting.on_host)
         self._engines.append(engine)
         with self._rig(scheduler_config(), [engine]) as rig:
             outputs = rig.run(self._numbered, 16)
