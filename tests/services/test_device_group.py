@@ -22,6 +22,7 @@ from deepmesh.wire.messages import (
 )
 from deepmesh.wire.packed import ROW
 from services.executor.batch import StepBatch
+from services.executor.gpu.costs import measure_device_costs
 from services.executor.gpu.engine import GpuEngine
 from services.executor.gpu.forwards import ModelForwards
 from services.executor.gpu.model import DeviceModel
@@ -231,6 +232,22 @@ def test_a_rank_that_is_gone_is_noticed_and_a_new_epoch_goes_on(
         requests = [ask(host, at) for at, host in enumerate(group.hosts)]
         group.run(requests, chunk=16)
         assert [answers(own) for own in requests] == expected
+
+
+def test_a_rank_measures_its_steps_before_it_has_met_the_others(
+    start: Callable[..., Ranks],
+) -> None:
+    group = start(2)
+    for engine, host in zip(group.engines, group.hosts, strict=True):
+        assert engine._group is not None
+        assert engine._launcher is not None
+        with engine._group.apart():
+            costs = measure_device_costs(engine._launcher.launch, host.capacity, max_rows=4)
+        assert costs.prefill_token_ns > 0
+    requests = [ask(host, at) for at, host in enumerate(group.hosts)]
+    group.run(requests, chunk=32)
+    for at, own in enumerate(requests):
+        assert answers(own) == alone(start, at)
 
 
 def test_experts_move_between_two_steps(start: Callable[..., Ranks]) -> None:
