@@ -11,8 +11,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from kernels import cuda
-from kernels.comm.one_sided import OneSidedExchange
+from kernels.comm.one_sided import Geometry, OneSidedExchange
 from kernels.comm.windows import Windows, ipc_windows, symmetric_windows
+from kernels.quant.rounding import round_fp8
 from tests.kernels.one_sided_rig import (
     CAPACITY,
     alone,
@@ -130,3 +131,64 @@ def test_two_processes_share_one_gpu(tmp_path: Path) -> None:
         process.join(20)
         assert process.exitcode == 0
     assert found == [(0, [True] * 8), (1, [True] * 8)]
+
+
+def _many(path: str, rank: int, results: "multiprocessing.Queue[tuple[int, object]]") -> None:
+    """Fresh tokens in each of many exchanges, in shapes that models have."""
+    hidden, top_k, num_experts, most = 5120, 6, 384, 128
+    torch.cuda.set_device(rank)
+    store = FileStore(path, 2)
+
+    def swap(handle: bytes) -> list[bytes]:
+        store.set(f"window{rank}", handle.hex())
+        return [bytes.fromhex(store.get(f"window{other}").decode()) for other in range(2)]
+
+    shape = Geometry(2, most, hidden, top_k)
+    windows = ipc_windows(shape.window_bytes, rank, swap)
+    exchange = OneSidedExchange(shape, rank, windows.addresses, patience_s=30)
+    random = torch.Generator("cuda").manual_seed(rank)
+    factor = torch.rand(num_experts, device="cuda", generator=torch.Generator("cuda"))
+    owners = (torch.arange(num_experts, device="cuda") * 2 // num_experts).int()
+    wrong = 0
+    for number in range(150):
+        count = (1, 17, most)[number % 3]
+        exchange.begin(number, count)
+        x = torch.randn(count, hidden, device="cuda", generator=random).bfloat16()
+        odds = torch.rand(count, num_experts, device="cuda", generator=random)
+        ids = odds.topk(top_k).indices.sort(1).values.int()
+        weights = torch.rand(count, top_k, device="cuda", generator=random)
+        here = exchange.dispatch(x, ids, weights, owners)
+        share = torch.where(here.expert_ids < 0, 0, here.expert_ids).long()
+        share = here.weights * factor[share]
+        slots = (here.x.float().unsqueeze(1) * share.unsqueeze(2)).bfloat16()
+        slots[here.expert_ids < 0] = torch.nan
+        out = exchange.combine(slots)
+        rounded, expected = round_fp8(x.cpu().float()).cuda(), torch.zeros_like(out)
+        for k in range(top_k):
+            own = weights[:, k] * factor[ids[:, k].long()]
+            expected += (rounded * own.unsqueeze(1)).bfloat16().float()
+        wrong += int((out != expected).sum())
+        torch.cuda.current_stream().synchronize()
+        exchange.check()
+    store.set(f"done{rank}", "1")
+    store.wait([f"done{other}" for other in range(2)])
+    results.put((rank, wrong))
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+def test_every_line_is_whole_between_two_gpus(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    context = multiprocessing.get_context("spawn")
+    results: multiprocessing.Queue[tuple[int, object]] = context.Queue()
+    ranks = [
+        context.Process(target=_many, args=(str(tmp_path / "store"), rank, results), daemon=True)
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    found = sorted(results.get(timeout=90) for _ in ranks)
+    for process in ranks:
+        process.join(20)
+    assert found == [(0, 0), (1, 0)]
