@@ -76,6 +76,7 @@ from .core.scheduler import Scheduler
 from .draft_costs import DraftCosts
 from .epochs import EpochLog
 from .expert_planning import ExpertPlanning
+from .steady_clock import SteadyClock
 from .steps_seen import StepsSeen
 from .traces import Traces
 
@@ -132,6 +133,7 @@ class SchedulerService:
         self.core.group.drafts.learned.update(self._costs.learned())
         self._stops = self._stops_taken = 0
         self._fills = False  # a step has just left, and there is room for another behind it
+        self._clock = SteadyClock()
         self._announced = (False, False, False)  # ready, draining, paused
 
     def stop(self) -> None:
@@ -230,7 +232,7 @@ class SchedulerService:
     def _handle(self, event: Event) -> list[Action]:
         """What is for executors is sent at once; the rest."""
         later: list[Action] = []
-        for action in self.core.handle(event, time.time_ns()):
+        for action in self.core.handle(event, self._clock.now_ns()):
             if _is_for_executor(action):
                 self._carry_out(action)
             else:
@@ -342,6 +344,7 @@ class SchedulerService:
                 line = " ".join([text, *(f"{key}={value}" for key, value in fields.items())])
                 _log.log(_LEVELS.get(level, logging.ERROR), "%s", line)
             case RequestEnded():
+                action = self._clock.on_wall(action)
                 self._seen.request(action)
                 self._traces.request(action)
                 _log.info(
@@ -356,8 +359,9 @@ class SchedulerService:
                     extra=log.about(action.rid, action.traceparent),
                 )
             case HandedOver():
-                self._traces.handed_over(action)
+                self._traces.handed_over(self._clock.on_wall(action))
             case StepEnded():
+                action = self._clock.on_wall(action)
                 self._seen.step(action, is_busy=bool(self.core.registry.live))
                 self._traces.step(action)
             case PlanExperts():

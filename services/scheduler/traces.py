@@ -21,6 +21,7 @@ from deepmesh.wire.sockets import Mail
 from .core.events import HandedOver, RequestEnded, StepEnded
 from .steps_seen import SeenStep, StepsSeen
 
+KEPT_ARRIVALS = 20_000
 KEPT_LENGTHS = 20_000  # steps, to name a request's slowest
 NUM_SLOWEST = 5
 
@@ -39,11 +40,17 @@ class Traces:
         self._base = 0  # step id minus number, in the present engine epoch
         self._last = 0  # group step that ended
         self._due: set[int] = set()  # steps to export once they have ended
+        self._arrived: OrderedDict[bytes, int] = OrderedDict()  # traced requests, by id: when
 
     def hop(self, mail: Mail, traceparent_of: Callable[[bytes], str]) -> None:
         """The way of a message over the wire; `traceparent_of` a live request, by its id."""
         match mail.message:
-            case Generate(traceparent=parent) | PrefillFor(traceparent=parent):
+            case Generate(traceparent=parent, rid=rid):
+                if parent:
+                    self._arrived.setdefault(rid, mail.received_ns)
+                if len(self._arrived) > KEPT_ARRIVALS:
+                    self._arrived.popitem(last=False)
+            case PrefillFor(traceparent=parent):
                 pass
             case HandOff(rid=rid):
                 parent = traceparent_of(rid)
@@ -71,11 +78,13 @@ class Traces:
         if not parent:
             return
         error = ended.detail if ended.outcome.isupper() else ""
+        # It waits from the moment it is here: the turn before may take a while.
+        received_ns = min(ended.received_ns, self._arrived.pop(ended.rid, ended.received_ns))
         admitted, first = ended.admitted_ns or end, ended.first_token_ns or end
         self._tracer.record(
             SPAN_QUEUE,
             parent,
-            ended.received_ns,
+            received_ns,
             admitted,
             {"outcome": ended.outcome},
             error=error if not ended.admitted_ns else "",

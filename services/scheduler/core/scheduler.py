@@ -145,7 +145,7 @@ class Scheduler:
     # ------------------------------------------------------------ the interface
 
     def handle(self, event: Event, now: int) -> list[Action]:
-        """Take one event at `now` (ns of the wall clock) and say what to do about it."""
+        """Take one event at `now` (ns, never backwards: SteadyClock); what to do about it."""
         match event:
             case Tick(steps):
                 self._timers(now)
