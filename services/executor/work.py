@@ -41,8 +41,8 @@ class Counting(Protocol):
 
 
 class WorkBook:
-    """Steps are noted by the thread that computes them, and counted by that of the service's loop,
-    all that have come since it looked last at once."""
+    """Steps are noted by one thread, which knows what they computed, and counted by that of the
+    service's loop, all that have come since it looked last at once."""
 
     def __init__(self) -> None:
         self.peaks = Peaks(0.0, 0.0)

@@ -159,11 +159,14 @@ class GpuEngine(ModelEngine):
         )
 
     def launch(self, settling: Settling, behind: Callable[[], None]) -> Flight:
-        """See `LaunchEngine`."""
+        """See `LaunchEngine`; what a step computes is noted when that is known."""
         assert self._launcher is not None, "no model is loaded"
         flight = self._launcher.launch(settling, behind)
         live, step = flight.live, settling.turn.step.group_step
-        self.work.note(step, live, int(np.count_nonzero(live.samples)))
+        if flight.may_verify:
+            flight.note = lambda rows, logits: self.work.note(step, rows, logits)
+        else:
+            self.work.note(step, live, int(np.count_nonzero(live.samples)))
         return flight
 
     def _load_model(self, path: Path, order: Load, on_progress: OnProgress) -> Model:

@@ -161,6 +161,8 @@ class StepFlight:
     prompt: Callable[[LiveRows], Sequence[PromptLogprobs]] | None = None
     settle_masks: Callable[[LiveRows, Sampled], Sampled] | None = None
     drafted: bool = False  # there was a draft pass
+    # rows with the positions that they computed, where only the device knew, and their logits
+    note: Callable[[LiveRows, int], None] | None = None
     tell_drafts: Callable[[DraftBuffer], None] | None = None  # to whoever makes masks behind them
     settle_group: Callable[[], tuple[bytes, bytes]] | None = None
     kept: list[object] = field(default_factory=list)  # memory that the device still reads
@@ -202,6 +204,10 @@ class StepFlight:
         found = self._tokens(chosen, counts, gave)._replace(finite=finite)
         if self.may_verify:
             found = found._replace(counts=counts[chosen], verified=verified[chosen])
+        if self.note is not None:
+            widths = 1 + verified[chosen]
+            positions = np.where(live.drafted, widths, live.counts)
+            self.note(live._replace(counts=positions), int(widths[live.samples].sum()))
         if self.drafted:
             confidence, drafting = self.buffer.drafts.drafting()
             found = found._replace(confidence=confidence, drafting=drafting)

@@ -166,7 +166,7 @@ class PortableRows:
         own = RowPool(pool.rows.new_zeros(len(x), pool.rows.shape[1]), pool.row_format, pool.dim)
         every = torch.arange(len(x), device=x.device)
         self.store(x, angles, own, every, PackedFormat.WINDOW, norm=norm)
-        near = pool, slots.repeat_interleave(seen.shape[1], 0)
+        near = pool, slots.unsqueeze(1).expand(-1, seen.shape[1], -1).flatten(0, 1)
         # no row of these stands for none
         held = RowPool(torch.cat((own.rows, own.rows[:1])), own.row_format, own.dim)
         return self.attend(queries, angles, near, (held, seen), sinks)
