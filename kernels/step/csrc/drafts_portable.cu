@@ -32,6 +32,13 @@ BOTH int64_t now_ns() {
 #endif
 }
 
+}  // namespace
+
+// Named: nvcc exports no function that has a parameter of a type without a name outside.
+namespace drafts {
+
+using namespace each;
+
 struct Slots {  // one element each, but for tables
   int32_t *kv_len, *max_len, *done, *recent, *stops, *state_block, *window_blocks;
   int32_t* drafted;    // length of the sequence that the drafts continue; -1: there are none
@@ -50,6 +57,13 @@ struct Tables {  // of a step's rows and tokens
   int32_t *tokens, *starts, *place_of, *row_of;  // [tokens, 3], [tokens] each
 };
 static_assert(sizeof(Tables) == 12 * 8, "as drafts_portable.py packs it");
+
+}  // namespace drafts
+
+namespace {
+
+using drafts::Slots;
+using drafts::Tables;
 
 // ---------------------------------------------------------------- before the forward
 
