@@ -38,16 +38,25 @@ __global__ void __launch_bounds__(kWarps * 32) logits_kernel(const Arguments arg
   const int low = blocks * slice / kSlices, high = blocks * (slice + 1) / kSlices;
   const int begin = low + (high - low) * warp / kWarps, end = low + (high - low) * (warp + 1) / kWarps;
   const __nv_bfloat16* const weight = args.weight + static_cast<int64_t>(first_expert + g) * args.hidden + 8 * q;
-  let_next_begin();
-  wait_for_previous();
-  float sum[kTiles][4] = {};
-  for (int first = begin; first < end; first += kAhead) {
-    uint4 a[kAhead], b[kAhead], x[kAhead][kTiles];
+  uint4 a[kAhead], b[kAhead];
+  auto read_weights = [&](int first) {
 #pragma unroll
     for (int ahead = 0; ahead < kAhead; ++ahead) {
       const int at = min(first + ahead, end - 1) * 32;
       a[ahead] = __ldg(reinterpret_cast<const uint4*>(weight + at));
       b[ahead] = __ldg(reinterpret_cast<const uint4*>(weight + 8 * args.hidden + at));
+    }
+  };
+  let_next_begin();
+  if (begin < end) read_weights(begin);  // they do not wait for the rows
+  wait_for_previous();
+  float sum[kTiles][4] = {};
+  for (int first = begin; first < end; first += kAhead) {
+    uint4 x[kAhead][kTiles];
+    if (first != begin) read_weights(first);
+#pragma unroll
+    for (int ahead = 0; ahead < kAhead; ++ahead) {
+      const int at = min(first + ahead, end - 1) * 32;
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
         const int64_t row = min(first_row + n * 8 + g, args.rows - 1);
