@@ -93,7 +93,6 @@ constexpr int kMostTopK = 32;
 constexpr int kWaitRounds = 32, kFirstLook = 15;  // between looks at the clock, and before the first one
 constexpr uint64_t kHostLookNs = 1'000'000;       // between looks at what the host says: thousands of warps
                                                   // that read its memory at once would take longer than they wait
-constexpr int kRestRounds = 2;   // between rests
 enum State { kBegun, kArrived, kFailed, kTag };                     // words of a rank, on its device
 enum Status { kStop, kCode, kExchange, kFrom, kToken, kTheirTag };  // words that its host sees
 enum Code : uint32_t { kFine, kLate, kStopped, kElsewhere };
@@ -186,7 +185,7 @@ DEVICE uint64_t now_ns() {
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
   return time;
 }
-DEVICE void rest() { __nanosleep(64); }
+DEVICE void rest() { __nanosleep(50); }
 DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEVICE void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
@@ -277,24 +276,29 @@ DEVICE bool has_come(uint64_t number, uint32_t exchange) {
   return static_cast<int32_t>(static_cast<uint32_t>(number) - exchange) >= 0;
 }
 
-// By a whole warp: lines of this exchange, one after the other where they are not there yet. A null is no
-// line. False: the group has failed.
+// By a whole warp: lines of this exchange. A null is no line. While it waits it asks for one line alone:
+// thousands of warps that ask for all of theirs would keep the L2 from what comes. False: the group has
+// failed.
 template <int kCount>
 DEVICE bool fetch(const Group& group, const uint64_t* const (&lines)[kCount], Part (&parts)[kCount], uint32_t exchange,
                   int64_t from, int64_t token) {
   uint64_t begin = 0, next_look = 0;
+  uint32_t missing = (1u << kCount) - 1;  // the same in the whole warp
+  bool wants_all = true;
   for (int round = 0;; ++round) {
-    bool is_there = true;
 #pragma unroll
     for (int n = 0; n < kCount; ++n)
-      if (lines[n]) load_line(lines[n], parts[n]);
+      if (lines[n] && (wants_all ? missing >> n & 1 : missing >> n == 1)) load_line(lines[n], parts[n]);
+    uint32_t left = missing;
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
       const uint64_t number = number_of(parts[n]);
-      is_there &= !lines[n] || has_come(number, exchange);
+      if (all_of_warp(!lines[n] || has_come(number, exchange))) left &= ~(1u << n);
     }
-    if (all_of_warp(is_there)) break;
-    if (round % kRestRounds == kRestRounds - 1) rest();
+    wants_all = left != missing;
+    missing = left;
+    if (!missing) break;
+    if (!wants_all) rest();
     if (round % kWaitRounds != kFirstLook) continue;
     if (!all_of_warp(!has_failed(group))) return false;
     const uint64_t now = now_ns();
@@ -303,7 +307,7 @@ DEVICE bool fetch(const Group& group, const uint64_t* const (&lines)[kCount], Pa
     next_look = now + kHostLookNs;
     if (load_word(&group.status[kStop]))
       fail(group, kStopped, exchange, from, token);
-    else if (now - begin > static_cast<uint64_t>(group.patience_ns) && !is_there)
+    else if (now - begin > static_cast<uint64_t>(group.patience_ns))
       fail(group, kLate, exchange, from, token);
   }
 #ifndef __CUDACC__
@@ -604,7 +608,7 @@ DEVICE uint32_t word_of_head(const uint64_t* head, int64_t word) {
 // Warps send slots of other ranks' tokens back, in parts; or in fast mode what they add up to.
 template <class Slot, bool kFast>
 struct Return {
-  static constexpr int kThreads = kWarpThreads, kBlocks = 3, kAtOnce = 4, kElements = 8 / sizeof(Slot);
+  static constexpr int kThreads = kWarpThreads, kBlocks = 4, kAtOnce = 4, kElements = 8 / sizeof(Slot);
   Group group;
   int64_t step_capacity, parts;
   const Slot* slots;  // [ranks, step_capacity, top_k, hidden]
