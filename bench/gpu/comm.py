@@ -204,6 +204,10 @@ def measure(rank: Rank, asked: dict[str, Json]) -> None:
             ]
             times = one_sided(timer, exchange, own, slots)
             _say(rank, case | {"backend": "one_sided"}, times, (sent, back), puts)
+            if mode == "strict":  # what a rank without tokens costs
+                nobody = own[0], torch.full_like(own[1], -1), *own[2:]
+                times = one_sided(timer, exchange, nobody, slots)
+                _say(rank, case | {"backend": "one_sided_empty"}, times, (0, 0), puts)
             if nccl is None or (mode == "fast" and rank.ranks > 2):
                 continue
             by_nccl = CollectiveExchange(nccl, device="cuda", is_fast=mode == "fast")
