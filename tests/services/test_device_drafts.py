@@ -16,10 +16,13 @@ from bench.determinism.rig import MakeStep, Rig
 from deepmesh.config import Config, ExecutorConfig, MeshConfig, SchedulerConfig
 from deepmesh.wire.messages import Load, SubmitStep
 from deepmesh.wire.packed import pack_ids
+from services.executor.capacity import verified_tokens
+from services.executor.gpu.costs import measure_device_costs
 from services.executor.gpu.engine import GpuEngine
 from services.executor.gpu.group import DeviceGroup
 from services.executor.gpu.model import DeviceModel, load_device_model
 from services.executor.interface import OnProgress
+from services.executor.stream import StreamExecutor
 from tests.services.test_speculation import DRAFTS, MODEL, ends, grammar_jobs, same
 
 on_each = pytest.mark.parametrize(
@@ -247,6 +250,26 @@ def test_a_budget_goes_to_the_drafts_that_the_cpu_gives_it_to(device: str, spare
     assert same(ours[0], wanted[0])
     assert ours[1:] == wanted[1:]
     assert (sum(ours[1]) == 0) == (spare == 0)
+
+
+def test_what_drafts_cost_is_measured_as_steps_are_launched() -> None:
+    """Every tier of verified tokens, and draft passes apart from the steps that they end."""
+    config = config_of(DRAFTS)
+    engine = GpuEngine(config, device="cpu")
+    executor = StreamExecutor(engine)
+    try:
+        capacity = executor.load(Load(1, 0, 1, str(MODEL), "bf16"))
+        costs = measure_device_costs(engine.launch, capacity, max_rows=ROWS, with_drafts=True)
+        plain = measure_device_costs(engine.launch, capacity, max_rows=ROWS)
+    finally:
+        assert executor.close()
+    tokens, times = zip(*costs.verify, strict=True)
+    assert tokens[:4] == (1, 2, 3, 4)
+    assert tokens[-1] == verified_tokens(ROWS, DRAFTS) == ROWS * (1 + DRAFTS)
+    assert list(times) == sorted(times)
+    assert times[0] > 0
+    assert costs.draft_base_ns + costs.draft_row_ns > 0
+    assert plain.verify == []
 
 
 @pytest.mark.gpu
