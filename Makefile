@@ -100,7 +100,7 @@ test-gpu: $(STAMP)
 	$(PYTEST) -n $(JOBS) --dist load -m "gpu and long" -rs tests/kernels/test_cuda_sanitizers.py $(ARGS)
 
 OUT ?= $(CURDIR)/bench/results
-PARTS ?= comm kernels mesh decode prefill determinism
+PARTS ?= comm kernels mesh decode prefill overlap determinism
 test-gpus: $(STAMP)
 	tests/two_gpus.sh $(BIN)/python $(OUT)/two_gpus $(PARTS)
 

@@ -5,7 +5,7 @@
 python=$1
 out=$2
 shift 2
-parts=${*:-"comm kernels mesh decode prefill determinism"}
+parts=${*:-"comm kernels mesh decode prefill overlap determinism"}
 mkdir -p "$out"
 export OMP_NUM_THREADS=1 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 DEEPMESH_RESULTS="$out"
 failed=0
@@ -34,5 +34,6 @@ tests kernels 100 --noconftest -m gpu tests/kernels/test_one_sided.py tests/kern
 tests mesh 150 --noconftest -rP -m gpu tests/e2e/test_device_ranks.py
 part decode 150 "$python" -m bench.decode --device cuda --ranks 2 --zipf 0 --batch 64 --json --limit 140
 part prefill 120 "$python" -m bench.prefill --device cuda --ranks 2 --zipf 0 --tokens 8192 --json --limit 110
+part overlap 150 "$python" -m bench.overlap --device cuda --ranks 2 --rows 256 --chats 1200 200:800 --json
 part determinism 150 "$python" -m deepmesh.cli check determinism --device cuda --only ranks --json
 exit $failed

@@ -54,6 +54,12 @@ class Plan:
     seconds: float  # of a phase whose chats follow each other
     max_len: int
     device: Literal["cuda", "host"] = "cuda"
+    ranks: int = 1  # of the group; phases are those of rank 0
+
+    @property
+    def rank_rows(self) -> int:
+        """Of a step of one rank."""
+        return self.rows // self.ranks
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,8 @@ def run_mesh(plan: Plan) -> MeshRun:
     """
     with tempfile.TemporaryDirectory(prefix="dm-") as name:
         folder = Path(name)
-        config, out, noted = _config(plan, folder / "run"), folder / "recording", folder / "notes"
+        config, out = _config(plan, folder / "run"), folder / "recording"
+        noted = [folder / f"notes-{rank}" for rank in range(plan.ranks)]
         commands = _commands(plan, config, out, noted)
         began = time.monotonic()
         starts: list[int] = []
@@ -122,12 +129,13 @@ def run_mesh(plan: Plan) -> MeshRun:
         except (MeshError, RunError) as error:
             raise RunError(f"{error}; {_logs(folder / 'run')}") from error
         recording = read_recording(out)
-        notes = msgspec.json.decode(noted.read_bytes(), type=Notes)
+        notes = [msgspec.json.decode(file.read_bytes(), type=Notes) for file in noted]
         phases = [
-            phase_of(recording, notes, chats, (start, end), plan.rows)
+            phase_of(recording, notes[0], chats, (start, end), plan.rank_rows)
             for chats, start, end in zip(plan.chats, starts, [*starts[1:], 1 << 62], strict=True)
         ]
-        return MeshRun(phases, notes.waits, meter.load(len(recording.results)), start_s)
+        waits = [words for each in notes for words in each.waits]
+        return MeshRun(phases, waits, meter.load(len(recording.results)), start_s)
 
 
 def phase_of(
@@ -172,20 +180,22 @@ def _config(plan: Plan, run_dir: Path) -> Config:
         links=LinksConfig(timeout_s=20.0),
         gateway=GatewayConfig(port=0),
         scheduler=SchedulerConfig(
-            depth=plan.depth, max_rows=plan.rows, step_tokens=4096, max_model_len=plan.max_len
+            depth=plan.depth, max_rows=plan.rank_rows, step_tokens=4096, max_model_len=plan.max_len
         ),
-        executor=ExecutorConfig(device=plan.device, masks=False),
+        executor=ExecutorConfig(device=plan.device, ranks=plan.ranks, masks=False),
         supervisor=SupervisorConfig(start_timeout_s=START_S, stop_timeout_s=STOP_S),
     )
 
 
-def _commands(plan: Plan, config: Config, out: Path, noted: Path) -> dict[str, Command]:
+def _commands(plan: Plan, config: Config, out: Path, noted: list[Path]) -> dict[str, Command]:
     path = Path(config.mesh.run_dir) / "mesh.toml"
     commands = commands_of(config, path, out, work_ms=0.0)
-    argv = [sys.executable, "-m", "bench.rig.executor", "--config", str(path)]
-    argv += ["--index", "0", "--rank", "0", "--out", str(noted)]
-    argv += ["--make-weights"] if plan.makes_weights else []
-    commands["executor-0-0"] = replace(commands["executor-0-0"], argv=argv)
+    for rank, file in enumerate(noted):
+        argv = [sys.executable, "-m", "bench.rig.executor", "--config", str(path)]
+        argv += ["--index", "0", "--rank", str(rank), "--out", str(file)]
+        argv += ["--make-weights"] if plan.makes_weights else []
+        name = f"executor-0-{rank}"
+        commands[name] = replace(commands[name], argv=argv)
     return commands
 
 

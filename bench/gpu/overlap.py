@@ -46,6 +46,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add_options(parser)
     parser.set_defaults(preset="v41-flash")  # of whose shapes the kernels for Hopper have code
     parser.add_argument("--layers", type=int, default=4, help="of the slice; 0: a checkpoint, read")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs of a group that share the rows")
     parser.add_argument("--rows", type=int, nargs="+", default=[256])
     parser.add_argument("--depth", type=int, nargs="+", default=[2], choices=[1, 2, 3])
     parser.add_argument("--runs", type=int, default=1, help="of each case")
@@ -79,6 +80,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Json]:
                     seconds=arguments.seconds,
                     max_len=arguments.max_len,
                     device="cuda" if on_gpu else "host",
+                    ranks=arguments.ranks,
                 )
                 runs = [run_mesh(plan) for _ in range(arguments.runs)]
                 waits.update(words for one in runs for words in one.waits)
@@ -115,6 +117,7 @@ def figures_of(model: str, plan: Plan, runs: Sequence[MeshRun]) -> list[dict[str
         "device": plan.device,
         "model": model,
         "rows": plan.rows,
+        "ranks": plan.ranks,  # steps, gaps and tokens are those of rank 0
         "depth": plan.depth,
         "scope": "mesh",
         "start_s": round(runs[0].start_s, 1),

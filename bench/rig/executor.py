@@ -21,7 +21,7 @@ from services.executor.__main__ import main as run
 from services.executor.flights import Flight, Settling
 from services.executor.gpu.group import DeviceGroup
 from services.executor.gpu.model import DeviceModel
-from services.executor.gpu.random_model import random_device_model
+from services.executor.gpu.random_model import random_device_parts
 from services.executor.interface import OnProgress
 
 WORDS = "synchroniz"  # of torch's warning
@@ -77,9 +77,13 @@ class NotedEngine(gpu.GpuEngine):
     ) -> DeviceModel:
         if not self.makes_weights:
             return super()._read_model(path, order, on_progress, group, redundant)
-        assert group is None, "weights are made for one rank"
+        assert redundant == 0, "there is no second copy of what is made"
         raw = json.loads((path / "config.json").read_text())
-        return random_device_model(raw, numerics=order.numerics, device=self.device)
+        exchange = None if group is None else group.exchange
+        model, _ = random_device_parts(
+            raw, numerics=order.numerics, device=self.device, exchange=exchange
+        )
+        return model
 
 
 def main() -> int:
