@@ -2,7 +2,8 @@
 
 `deepmesh bench decode --device cuda --json`. Random weights of real shape, made on the device; each
 row with a context in full pools. A step is the captured graph of one batch bucket, from index
-tensors to logits. Its floor is what it must read (experts that its routers really chose, under
+tensors to logits, launched while the device was busy, as an executor's is; `alone_ms` of one that an
+idle device waits for. Its floor is what it must read (experts that its routers really chose, under
 routing drawn uniform and Zipf) at the rate of a read-only sum measured in the same run.
 """
 
@@ -25,10 +26,14 @@ COLUMNS += ("experts_touched=experts", "ours_tokens_per_s=tokens/s")
 REPEATS, WARM_UPS = 20, 3
 
 
-def timed(program: DecodeProgram, work: Callable[[], None]) -> list[float]:
-    """Times of a step in us, in the order in which it ran."""
+def timed(program: DecodeProgram, work: Callable[[], None], *, ahead: bool) -> list[float]:
+    """Times of a step in us, in the order in which it ran.
+
+    Args:
+        ahead: launched while the device is still busy, as an executor's steps are.
+    """
     if program.logits.is_cuda:
-        return [event_us(work) for _ in range(REPEATS + WARM_UPS)][WARM_UPS:]
+        return [event_us(work, ahead=ahead) for _ in range(REPEATS + WARM_UPS)][WARM_UPS:]
     return [0.0]
 
 
@@ -37,7 +42,8 @@ def case_of(
 ) -> dict[str, Json]:
     """One batch under one routing."""
     step: Touched = part.touched(program)
-    samples = timed(program, program.run if eager else program.replay)
+    work = program.run if eager else program.replay
+    samples, alone = (timed(program, work, ahead=ahead) for ahead in (True, False))
     median = statistics.median(samples)
     weights, kv = weight_bytes(part.config, step), kv_bytes(part.config, step)
     floor = 1e6 * (weights + kv) / rates.read if rates else 0.0
@@ -52,6 +58,7 @@ def case_of(
         "ours_tokens_per_s": round(1e6 * rows / median, 1) if median else 0.0,
         "step_ms": round(median / 1e3, 4),
         "best_ms": round(min(samples) / 1e3, 4),
+        "alone_ms": round(statistics.median(alone) / 1e3, 4),
         "floor_ms": round(floor / 1e3, 4),
         "share_of_floor": round(floor / median, 4) if median else 0.0,
         "bytes_read": weights + kv,
