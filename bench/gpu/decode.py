@@ -2,9 +2,9 @@
 
 `deepmesh bench decode --device cuda --json`. Random weights of real shape, made on the device; each
 row with a context in full pools. A step is the captured graph of one batch bucket, from index
-tensors to logits, launched while the device was busy, as an executor's is; `alone_ms` of one that an
-idle device waits for. Its floor is what it must read (experts that its routers really chose, under
-routing drawn uniform and Zipf) at the rate of a read-only sum measured in the same run.
+tensors to logits, launched while the device was busy, as an executor's is; `alone_ms` of one that
+an idle device waits for. Its floor is what it must read (experts that its routers really chose,
+under routing drawn uniform and Zipf) at the rate of a read-only sum measured in the same run.
 """
 
 import argparse
