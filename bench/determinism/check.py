@@ -9,14 +9,17 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from deepmesh.report import Json, publish, report
+
+if TYPE_CHECKING:
+    from bench.determinism.groups import Setting
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "tiny"
 FULL, QUICK = (104, 64), (12, 16)  # requests, tokens of each
-FULL_CUDA = (104, 32)  # a GPU is lent by the minute; the groups are the same
+FULL_CUDA = (80, 24)  # a GPU is lent by the minute; the groups are the same
 # Where the planted faults show; the whole check would find them, too, but takes longer.
 TELLING = ("in_flight_8", "in_flight_64", "shuffled")
 
@@ -108,10 +111,18 @@ def run(
         "on_host": on_host,
         "left_out": _left_out(device, {tally.group for tally, _ in tallies} if with_mesh else None),
     }
-    found = report(
-        "check determinism", config=config, cases=cases, ok=caught if fault else not caught
-    )
+    ok = caught if fault else not caught
+    found = report("check determinism", config=config, cases=cases, ok=ok, gpu=_gpu(setting))
     return found | ({"caught": caught} if fault else {})
+
+
+def _gpu(setting: "Setting") -> str | None:
+    """Its name, if there is one."""
+    import torch
+
+    return (
+        torch.cuda.get_device_name() if setting.device == "cuda" and not setting.on_host else None
+    )
 
 
 def _left_out(device: str, ran: set[str] | None) -> dict[str, Json]:
@@ -170,6 +181,7 @@ def _problem(fault: str, *, on_host: bool) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Command line."""
     from bench.determinism.faults import FAULTS
+    from services.executor.__main__ import SWITCH_S
 
     parser = argparse.ArgumentParser(prog="deepmesh check determinism", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -196,6 +208,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given.device == "cuda" and (problem := _problem(given.fault, on_host=given.on_host)):
         print(problem, file=sys.stderr)
         return 2
+    sys.setswitchinterval(SWITCH_S)  # as an executor's process: each step changes threads often
     logging.disable(logging.WARNING)  # executors are killed on purpose
     size = FULL_CUDA if given.device == "cuda" else FULL
     size = QUICK if given.quick or given.fault else size
