@@ -155,6 +155,8 @@ class DraftState:
         sampled: tuple[Tensor, Tensor],
         results: tuple[int, int, int, int, int],
         pairs: Tensor,
+        *,
+        verifies: bool,
         stamp: int = 0,
     ) -> None:
         """As `advance_rows`: tokens as far as each draft is the one that was drawn.
@@ -167,10 +169,12 @@ class DraftState:
             results: addresses of [num_rows], int32: RowFlag; positions that are valid now; tokens;
                 where those of the row begin in what was sampled, and how many were.
             pairs: of the cache: [blocks, …], float32.
+            verifies: whether there may be drafts among what was sampled.
         """
         tokens, found = sampled
         size = pairs.numel() // pairs.shape[0]
-        _run("accept_drafts", tokens, *self._pair, found, num_rows, *results, pairs, size, stamp)
+        after = pairs, size, verifies, stamp
+        _run("accept_drafts", tokens, *self._pair, found, num_rows, *results, *after)
 
     def plan(
         self,

@@ -71,7 +71,7 @@ struct Begin {
   Slots s;
   Tables t;
   const int32_t* given;
-  int64_t num_rows, num_tokens;
+  int64_t num_rows, num_tokens, spare;
   int64_t* stamp;
 
   BOTH void operator()(int64_t i) const {
@@ -91,7 +91,7 @@ struct Begin {
   // Drafts that the row may verify: none stands behind the request's last token.
   BOTH int32_t most(int64_t slot, int32_t count, int32_t what) const {
     const int64_t at = s.kv_len[slot];
-    if (what != kToken || s.drafted[slot] != at + 1) return 0;
+    if (what != kToken || spare <= 0 || s.drafted[slot] != at + 1) return 0;
     const int64_t room = least(least(count - 1, s.places), s.max_len[slot] - at - 2);
     return room < 0 ? 0 : static_cast<int32_t>(room);
   }
@@ -383,9 +383,9 @@ extern "C" int begin_drafted(const void* on, const Slots* s, const Tables* t, co
                              int64_t num_tokens, int64_t spare, int64_t* stamp, void* stream) {
   (void)on;
   const int64_t all = num_rows > num_tokens ? num_rows : num_tokens;
-  int error = for_each(all, Begin{*s, *t, given, num_rows, num_tokens, stamp}, stream);
+  int error = for_each(all, Begin{*s, *t, given, num_rows, num_tokens, spare, stamp}, stream);
   if (error) return error;
-  error = for_each(num_rows * s->places, Choose{*s, *t, num_rows, spare}, stream);
+  if (spare > 0) error = for_each(num_rows * s->places, Choose{*s, *t, num_rows, spare}, stream);
   if (error) return error;
   return for_each(num_rows, Lay{*s, *t, num_tokens}, stream);
 }
@@ -402,9 +402,10 @@ extern "C" int take_turns(const int32_t* tokens, const Slots* s, const Tables* t
 
 extern "C" int accept_drafts(const int32_t* tokens, const Slots* s, const Tables* t, const int32_t* found,
                              int64_t num_rows, int32_t* flags, int32_t* ends, int32_t* counts, int32_t* firsts,
-                             int32_t* widths, float* pairs, int64_t pair_size, int64_t* stamp, void* stream) {
+                             int32_t* widths, float* pairs, int64_t pair_size, int64_t verifies, int64_t* stamp,
+                             void* stream) {
   int error = for_each(num_rows, Accept{*s, *t, tokens, found, flags, ends, counts, firsts, widths, stamp}, stream);
-  if (error) return error;
+  if (error || !verifies) return error;
   error = for_each(num_rows * pair_size, KeepPairs{*s, *t, pairs, pair_size}, stream);
   if (error) return error;
   return for_each(s->places, Learn{*s, *t, num_rows}, stream);

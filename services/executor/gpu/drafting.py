@@ -49,9 +49,15 @@ class DeviceDrafting:
         self._state = slots.draft_state(forwards.max_tokens)
         self._own = DeviceSampler(num_slots, vocab_size, max_rows, device, is_plain=True)
         self._remembers = np.zeros(num_slots, bool)  # what it samples: penalties, bad words
+        self._verifies = False  # drafts, in the present step
+        self._turns = 0  # of places, in the present step; 0: all sample at once
         for logits in forwards.logits:
             sampler.capture(logits, *self._tokens(len(logits)))
         self._programs = forwards.draft_programs(self.places, self._draw)
+        self._untold = (
+            torch.zeros(max_rows, self.places, dtype=torch.int32, device=device),
+            torch.zeros(max_rows, dtype=torch.int32, device=device),
+        )
         words = mask_words(vocab_size)
         width = 1 + self.places
         self._masks: Callable[[], tuple[Tensor, Tensor]] = lambda: (
@@ -72,21 +78,31 @@ class DeviceDrafting:
 
     # ------------------------------------------------------------ the rows of a step
 
-    def decode(
-        self, buffer: PartBuffer, live: LiveRows, agreed: Descriptor | None, stamp: int = 0
-    ) -> Tensor:
+    def asked(self, live: LiveRows, agreed: Descriptor | None) -> tuple[NDArray[np.int64], int]:
+        """Tokens that each row asks for, and how many drafts the step verifies in all.
+
+        Args:
+            agreed: None: no drafts are verified.
+        """
+        drafts = np.where(live.drafted, live.counts - 1, 0)
+        room = self._forwards.max_tokens - len(live.rows)
+        if agreed is None:
+            room = 0
+        elif agreed.verify_capacity:
+            room = min(room, agreed.verify_capacity - int(np.count_nonzero(live.drafted)))
+        spare = max(0, min(int(drafts.sum()), room))
+        return (1 + drafts if spare else np.ones_like(drafts)), spare
+
+    def decode(self, buffer: PartBuffer, live: LiveRows, spare: int, stamp: int = 0) -> Tensor:
         """Logits of all tokens that the rows compute.
 
         Args:
             buffer: holds the rows.
-            agreed: None: no drafts are verified.
+            live: with the counts that `asked` gave.
         """
-        num, spare = len(live.rows), 0
-        if agreed is not None:
-            drafted = int(np.count_nonzero(live.drafted))
-            asked = int((live.counts - 1)[live.drafted].sum())
-            room = asked if not agreed.verify_capacity else agreed.verify_capacity - drafted
-            spare = max(0, min(asked, room, self._forwards.max_tokens - num))
+        num, drafts, self._verifies = len(live.rows), live.counts - 1, spare > 0
+        has_memory = bool(drafts[self._remembers[live.slots]].any())
+        self._turns = 1 + min(self.places, int(drafts.max(initial=0))) if has_memory else 0
         step: DecodeStep = self._forwards.step(num + spare)
         self._state.begin(buffer.given.data_ptr(), num, step.num_tokens, spare, stamp)
         self._slots.plan(step, self._state)
@@ -108,14 +124,11 @@ class DeviceDrafting:
             self._masking.spread(live, masked, (words, states))
             self._state.place_masks(words, states, count, sampler.masks, sampler.states)
         tokens, out = self._tokens(count), sampler.out
-        drafts = np.where(live.drafted, live.counts - 1, 0)
-        turns = int(drafts[self._remembers[live.slots]].max(initial=0))
-        if not turns:
+        if not self._turns:
             sampler.sample(logits, *tokens)
-        else:
-            for now in range(1 + min(self.places, int(drafts.max()))):
-                self._state.take_turns((out.tokens, out.found), now, count)
-                sampler.sample(logits, *tokens)
+        for now in range(self._turns):
+            self._state.take_turns((out.tokens, out.found), now, count)
+            sampler.sample(logits, *tokens)
         part.buffer.out.all.copy_(out.all, non_blocking=True)
 
     def accept(self, buffer: PartBuffer, num_rows: int, stamp: int = 0) -> None:
@@ -124,15 +137,20 @@ class DeviceDrafting:
         rooms = (buffer.flags, buffer.ends, buffer.counts, buffer.firsts, buffer.widths)
         flags, ends, counts, firsts, widths = (room.data_ptr() for room in rooms)
         results = flags, ends, counts, firsts, widths
-        self._state.accept(num_rows, (out.tokens, out.found), results, self._forwards.pairs, stamp)
+        sampled, pairs = (out.tokens, out.found), self._forwards.pairs
+        verifies = self._verifies
+        self._state.accept(num_rows, sampled, results, pairs, verifies=verifies, stamp=stamp)
 
     # ------------------------------------------------------------ the next drafts
 
-    def propose(self, buffer: DraftBuffer, slots: NDArray[np.int64], stamp: int) -> None:
+    def propose(
+        self, buffer: DraftBuffer, slots: NDArray[np.int64], stamp: int, *, tells: bool
+    ) -> None:
         """Draft behind the newest token of each of these slots whose request goes on.
 
         Args:
             stamp: address of the int64 that gets the time behind the pass.
+            tells: the host gets the drafts, too; else they stay on the device.
         """
         sizes = [program.step.num_rows for program in self._programs]
         program = self._programs[sizes.index(bucket_for(sizes, len(slots)))]
@@ -147,7 +165,8 @@ class DeviceDrafting:
         self._state.plan(buffer.given.data_ptr(), self._slots.plain, out, shape, begin)
         program.launch()
         self._drafted(step)
-        results = (buffer.ids, buffer.lengths, buffer.bins, buffer.errors)
+        told = (buffer.ids, buffer.lengths) if tells else self._untold
+        results = (*told, buffer.bins, buffer.errors)
         ids, lengths, bins, errors = (room.data_ptr() for room in results)
         rows = step.rows[0]
         self._state.store(rows, step.drafts, step.chances, (ids, lengths, bins, errors), end)

@@ -279,8 +279,9 @@ class Launcher:
             self._advance(part, at, count, stamp)
         if drafts:
             assert drafting is not None
-            drafting.propose(flight.buffer.drafts, asking, end)
-            flight.drafted, flight.tell_drafts = True, self._masking.tell
+            tells = bool(live.masked.any())
+            drafting.propose(flight.buffer.drafts, asking, end, tells=tells)
+            flight.drafted, flight.tell_drafts = True, self._masking.tell if tells else None
         elif not parts:
             self._device.stamp(end) if passes.prefill_tokens else self._device.stamp(begin, end)
         flight.parts = [part for part, *_ in parts]
@@ -332,9 +333,10 @@ class Launcher:
     ) -> Tensor:
         """Logits of one position of each row, and of drafts behind it as the step has `agreed`."""
         if self._drafting is not None:
-            counts = np.where(live.drafted, live.counts, 1)
-            _fill(buffer, live._replace(counts=counts), len(live.rows))
-            return self._drafting.decode(buffer, live, agreed, stamp)
+            counts, spare = self._drafting.asked(live, agreed)
+            live = live._replace(counts=counts)
+            _fill(buffer, live, len(live.rows))
+            return self._drafting.decode(buffer, live, spare, stamp)
         step = self._forwards.step(num_rows)
         count = step.num_tokens
         _fill(buffer, live._replace(counts=np.ones_like(live.counts)), count)
