@@ -59,12 +59,19 @@ class _Group(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rank", "ranks", "capacity", "hidden", "top_k")),
-        *((name, ctypes.c_int64) for name in ("is_fp8", "slot_bytes", "is_fast", "patience_ns")),
+        *((name, ctypes.c_int64) for name in ("is_fp8", "slot_bytes", "is_fast", "is_shared")),
+        ("patience_ns", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("windows", "state", "status")),
     )
 
     @staticmethod
-    def of(geometry: Geometry, rank: int = 0, patience_s: float = PATIENCE_S) -> "_Group":
+    def of(
+        geometry: Geometry,
+        rank: int = 0,
+        patience_s: float = PATIENCE_S,
+        *,
+        is_shared: bool = False,
+    ) -> "_Group":
         return _Group(
             rank,
             geometry.ranks,
@@ -74,6 +81,7 @@ class _Group(ctypes.Structure):
             geometry.fp8_rows,
             geometry.slots.itemsize,
             geometry.is_fast,
+            is_shared,
             int(patience_s * 1e9),
         )
 
@@ -91,11 +99,13 @@ class OneSidedExchange:
         *,
         device: str = "cuda",
         patience_s: float = PATIENCE_S,
+        shares_device: bool | None = None,
     ) -> None:
         """
         Args:
             windows: addresses of `geometry.window_bytes` zeroed bytes of each rank.
             patience_s: how long a kernel waits for another rank.
+            shares_device: whether two ranks are on one GPU; None: if there are fewer GPUs.
         """
         self.rank, self.ranks, self.slots = rank, geometry.ranks, geometry.slots
         self._geometry, self.device = geometry, torch.device(device)
@@ -103,7 +113,9 @@ class OneSidedExchange:
         self._state = torch.zeros(_STATE_WORDS, dtype=torch.int32, device=device)
         self._status = torch.zeros(_STATUS_WORDS, dtype=torch.int32, pin_memory=is_cuda)
         self._table = torch.tensor(list(windows), dtype=torch.int64, device=device)
-        self._group = _Group.of(geometry, rank, patience_s)
+        if shares_device is None:
+            shares_device = is_cuda and geometry.ranks > torch.cuda.device_count()
+        self._group = _Group.of(geometry, rank, patience_s, is_shared=shares_device)
         self._group.windows, self._group.state = self._table.data_ptr(), self._state.data_ptr()
         self._group.status = self._status.data_ptr()
         self._library = portable.library("comm", "exchange", is_cuda=is_cuda)
@@ -159,34 +171,21 @@ class OneSidedExchange:
         assert tokens <= self._capacity, f"{tokens} tokens, capacity {self._capacity}"
         assert expert_ids.dtype == owners.dtype == torch.int32
         x, expert_ids, weights = x.contiguous(), expert_ids.contiguous(), weights.contiguous()
-        capacity, is_bf16 = map(ctypes.c_int64, (self._capacity, x.dtype is torch.bfloat16))
-        self._call(
-            "exchange_send",
-            capacity,
-            ctypes.c_int64(tokens),
-            _at(x),
-            is_bf16,
-            _at(expert_ids),
-            _at(weights),
-            _at(owners),
-        )
-        if meanwhile is not None:
-            meanwhile()
         rows = self.ranks * self._capacity
         arrived = Arrivals(
             x.new_empty(rows, shape.hidden),
             expert_ids.new_empty(rows, shape.top_k),
             weights.new_empty(rows, shape.top_k),
         )
-        self._call(
-            "exchange_receive",
-            capacity,
-            _at(arrived.x),
-            is_bf16,
-            _at(arrived.expert_ids),
-            _at(arrived.weights),
-            ctypes.c_void_p(None if held is None else held.data_ptr()),
-        )
+        capacity, is_bf16 = map(ctypes.c_int64, (self._capacity, x.dtype is torch.bfloat16))
+        counter = ctypes.c_void_p(None if held is None else held.data_ptr())
+        room = _at(arrived.expert_ids), _at(arrived.weights), counter
+        own = _at(x), is_bf16, _at(expert_ids), _at(weights), _at(owners)
+        tokens_here = ctypes.c_int64(tokens)
+        self._call("exchange_send", capacity, tokens_here, *own, _at(arrived.x), *room)
+        if meanwhile is not None:
+            meanwhile()
+        self._call("exchange_receive", capacity, _at(arrived.x), is_bf16, *room)
         self._sent = expert_ids, owners
         return arrived
 

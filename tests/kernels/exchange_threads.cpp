@@ -28,7 +28,8 @@ int run(Group group, int rank, uint8_t* const* windows) {
       const int first = draw() % (kExperts - kTopK + 1);
       for (int k = 0; k < kTopK; ++k) ids[token * kTopK + k] = first + k;
     }
-    exchange_send(&group, kCapacity, tokens, x.data(), 0, ids.data(), weights.data(), kOwners, nullptr);
+    exchange_send(&group, kCapacity, tokens, x.data(), 0, ids.data(), weights.data(), kOwners, their_x.data(),
+                  their_ids.data(), their_weights.data(), &rows, nullptr);
     exchange_receive(&group, kCapacity, their_x.data(), 0, their_ids.data(),
                      their_weights.data(), &rows, nullptr);
     for (const int32_t id : their_ids) held += id >= 0;

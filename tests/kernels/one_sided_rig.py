@@ -74,7 +74,14 @@ def group(
 ) -> Iterator[list[OneSidedExchange]]:
     windows = local_windows(shape.window_bytes, [device] * shape.ranks)
     yield [
-        OneSidedExchange(shape, rank, windows.addresses, device=device, patience_s=patience_s)
+        OneSidedExchange(
+            shape,
+            rank,
+            windows.addresses,
+            device=device,
+            patience_s=patience_s,
+            shares_device=device == "cuda",
+        )
         for rank in range(shape.ranks)
     ]
     if device == "cuda":

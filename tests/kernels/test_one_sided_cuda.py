@@ -99,7 +99,7 @@ def _process(path: str, rank: int, results: "multiprocessing.Queue[tuple[int, ob
 
     owners = split(2, "cuda")
     windows: Windows = ipc_windows(shape.window_bytes, rank, swap)
-    exchange = OneSidedExchange(shape, rank, windows.addresses, patience_s=30)
+    exchange = OneSidedExchange(shape, rank, windows.addresses, patience_s=30, shares_device=True)
     experts(*tokens(0, 2, "cuda"), shape.slots)
     good: list[bool] = []
     for step in range(4):

@@ -3,9 +3,11 @@
 //
 // A rank writes where its peer will read; nobody ever asks for anything. What is sent goes in lines of
 // 128 bytes: 120 of data, and the number of the exchange. Eight neighbouring threads write a line in
-// one instruction, and eight read it: a line is there as a whole or not at all, on NVLink as well (which
-// is what NCCL's LL128 is built on). So there are no fences, which cost microseconds each, and all
-// waiting is for single lines. Numbers are never reset. Buffers alternate between two sets: a rank
+// one instruction, and eight read it: over NVLink a line comes as a whole or not at all (which is what
+// NCCL's LL128 is built on). So there are no fences, which cost microseconds each, and all waiting is
+// for single lines. Within a device that does not hold: a line may become visible by quarters. What a
+// rank has for itself goes past its window, and ranks that share a device write a line in two steps and
+// read it twice (`is_shared`). Numbers are never reset. Buffers alternate between two sets: a rank
 // sends exchange n + 2 after it has seen every other rank send n + 1, which that one does behind its last
 // read of exchange n. So nothing is overwritten before it was read, without a barrier. Whoever waits
 // gives up after a while, or when told to, and says for whom it waited.
@@ -42,6 +44,7 @@ struct Group {  // mirrored by kernels/comm/one_sided.py
   int64_t is_fp8;      // rows travel as e4m3 with a scale for each 32; else as float32
   int64_t slot_bytes;  // of an element on its way back: 4 or 2 (bfloat16)
   int64_t is_fast;     // sums of a rank travel back, not single slots
+  int64_t is_shared;   // ranks are on one device
   int64_t patience_ns;
   uint8_t* const* windows;  // [ranks], ours among them
   uint32_t* state;
@@ -151,8 +154,15 @@ DEVICE float group_largest(float most) {
 }
 DEVICE bool group_any(bool mine) { return __shfl_xor_sync(3u << (threadIdx.x % 32 & ~1), mine, 1) | mine; }
 DEVICE bool all_of_warp(bool mine) { return __all_sync(~0u, mine); }
-DEVICE void store_line(uint64_t* line, Part part, uint64_t number) {  // by eight neighbouring threads
-  if (threadIdx.x % 8 == 7) part.word[1] = number;
+DEVICE void store_line(const Group& group, uint64_t* line, Part part, uint64_t number) {  // by eight neighbours
+  const bool is_last = threadIdx.x % 8 == 7;
+  if (is_last) part.word[1] = number;
+  if (group.is_shared) {
+    if (!is_last) *reinterpret_cast<ulonglong2*>(line + threadIdx.x % 8 * 2) = make_ulonglong2(part.word[0], part.word[1]);
+    __threadfence();
+    __syncwarp(255u << (threadIdx.x % 32 & ~7));
+    if (!is_last) return;
+  }
   asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(line + threadIdx.x % 8 * 2), "l"(part.word[0]),
                "l"(part.word[1])
                : "memory");
@@ -218,7 +228,7 @@ int prepare(int64_t shared_bytes) {  // loads the code: later would be behind ke
 DEVICE float group_largest(float most) { return most; }
 DEVICE bool group_any(bool mine) { return mine; }
 DEVICE bool all_of_warp(bool mine) { return mine; }
-DEVICE void store_line(uint64_t* line, const Part& part, uint64_t number) {
+DEVICE void store_line(const Group&, uint64_t* line, const Part& part, uint64_t number) {
   for (int i = 0; i < kLineWords; ++i) line[i] = part.word[i];
   __atomic_store_n(line + kLineWords, number, __ATOMIC_RELEASE);
 }
@@ -313,6 +323,13 @@ DEVICE bool fetch(const Group& group, const uint64_t* const (&lines)[kCount], Pa
 #ifndef __CUDACC__
   for (int n = 0; n < kCount; ++n)
     if (lines[n]) load_rest(lines[n], parts[n]);
+#else
+  if (group.is_shared) {
+    __threadfence();
+#pragma unroll
+    for (int n = 0; n < kCount; ++n)
+      if (lines[n]) load_line(lines[n], parts[n]);
+  }
 #endif
   return true;
 }
@@ -358,9 +375,28 @@ DEVICE void values_of(uint32_t codes, float& low, float& high) {  // of its lowe
 #endif
 }
 
+// Codes times their scale are exact in bfloat16, too.
+DEVICE void put_exact(float& to, float x) { to = x; }
+DEVICE void put_exact(uint16_t& to, float x) { to = static_cast<uint16_t>(bits_of(x) >> 16); }
+template <class Out>
+DEVICE void put_codes(uint32_t codes, float scale, Out& first, Out& second) {
+  float low, high;
+  values_of(codes, low, high);
+  put_exact(first, low * scale), put_exact(second, high * scale);
+}
+
 // ---------------------------------------------------------------- dispatch
 
-// Blocks take tokens in turn: all ranks hear of each, also of those behind the last one.
+template <class T>
+struct Arrived {  // see `Receive`
+  T* x;            // [ranks, step_capacity, hidden]; rows that are not wanted here may be anything
+  int32_t* ids;    // [ranks, step_capacity, top_k]; -1: not held here
+  float* weights;  // [ranks, step_capacity, top_k]
+  int32_t* rows;   // null, or a counter: how many ids are held here is added
+};
+
+// Blocks take tokens in turn: all other ranks hear of each, also of those behind the last one. Our own go
+// where they are wanted at once.
 template <class In>
 struct Send {
   static constexpr int kThreads = kMostThreads, kBlocks = 2;
@@ -370,6 +406,7 @@ struct Send {
   const int32_t* ids;    // [tokens, top_k]; negative: not wanted by anybody
   const float* weights;  // [tokens, top_k]
   const int32_t* owners;
+  Arrived<In> own;
 
   struct Shared {  // of a token; its scales, then its row behind it
     int32_t id[kMostTopK], owner[kMostTopK], first[kMostTopK];  // first: the rank, at its first slot
@@ -411,24 +448,35 @@ struct Send {
     }
     for (int64_t part = block.thread; part < parts; part += block.threads) {
       if (part != block.thread) some = load<kOwn>(x + t * group.hidden + part * kOwn);
-      pack(some, part, scales, row);
+      pack(some, t, part, scales, row);
     }
     block.sync();
+    if (own.rows && block.thread == block.threads - 1) {
+      int held = 0;
+      for (int64_t k = 0; k < group.top_k; ++k) held += token.owner[k] == group.rank;
+      if (held) add(own.rows, held);
+    }
     for (int64_t k = block.thread; k < group.top_k; k += block.threads) {
-      bool is_new = true;
+      const int64_t at = (group.rank * step_capacity + t) * group.top_k + k;
+      const bool is_own = token.owner[k] == group.rank;
+      own.ids[at] = is_own ? token.id[k] : -1;
+      own.weights[at] = is_own ? token.weight[k] : 0.0f;
+      bool is_new = !is_own;
       for (int64_t other = 0; other < k; ++other) is_new &= token.owner[other] != token.owner[k];
       token.first[k] = is_new ? token.owner[k] : -1;
     }
     block.sync();
   }
 
-  DEVICE void pack(const Some& some, int64_t part, uint8_t* scales, uint64_t* row) const {
+  DEVICE void pack(const Some& some, int64_t t, int64_t part, uint8_t* scales, uint64_t* row) const {
+    Some& ours = reinterpret_cast<Some*>(own.x + (group.rank * step_capacity + t) * group.hidden)[part];
     float values[kOwn];
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) values[i] = value_of(some.element[i]);
     if (!group.is_fp8) {
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) reinterpret_cast<float*>(row)[part * kOwn + i] = values[i];
+      ours = some;
       return;
     }
     float most = 0.0f;
@@ -446,6 +494,12 @@ struct Send {
       codes.element[i] = pair_of_codes(values[4 * i] * units, values[4 * i + 1] * units) |
                          pair_of_codes(values[4 * i + 2] * units, values[4 * i + 3] * units) << 16;
     reinterpret_cast<Pack<uint32_t, kOwn / 4>*>(row)[part] = codes;
+    const float as_read = from_ue8m0(code);
+    Some rounded;
+#pragma unroll
+    for (int i = 0; i < kOwn / 2; ++i)
+      put_codes(codes.element[i / 2] >> i % 2 * 16, as_read, rounded.element[2 * i], rounded.element[2 * i + 1]);
+    ours = rounded;
   }
 
   DEVICE void send(int64_t t, uint64_t number, const Shared& token, const uint32_t* scales, const uint64_t* row,
@@ -454,8 +508,9 @@ struct Send {
     const int first = block.first_word();
     const int64_t at = block.warp_of_block() * kWarpLines + block.line();
     const int64_t step = block.threads / block.kLanes * kWarpLines;
-    for (int64_t line = at; line < group.ranks * group.head_lines(); line += step) {
-      const int64_t to = line / group.head_lines(), nth = line % group.head_lines();
+    for (int64_t line = at; line < (group.ranks - 1) * group.head_lines(); line += step) {
+      const int64_t other = line / group.head_lines(), nth = line % group.head_lines();
+      const int64_t to = other + (other >= group.rank);
       Part part;
 #pragma unroll
       for (int i = 0; i < kWords; ++i) {
@@ -463,7 +518,7 @@ struct Send {
         part.word[i] = head_word(token, scales, to, word) |
                        static_cast<uint64_t>(head_word(token, scales, to, word + 1)) << 32;
       }
-      store_line(group.head(to, parity, group.rank, t) + 16 * nth, part, number);
+      store_line(group, group.head(to, parity, group.rank, t) + 16 * nth, part, number);
     }
     for (int64_t line = at; line < group.row_lines(); line += step) {
       Part part;
@@ -474,7 +529,7 @@ struct Send {
       }
       for (int64_t k = 0; k < group.top_k; ++k)
         if (const int to = token.first[k]; to >= 0)
-          store_line(group.row(to, parity, group.rank, t) + 16 * line, part, number);
+          store_line(group, group.row(to, parity, group.rank, t) + 16 * line, part, number);
     }
   }
 
@@ -484,21 +539,22 @@ struct Send {
     if (word < 2 * k) return bits_of(token.weight[word - k]);
     if (word > 2 * k) return word < group.head_words() ? scales[word - 2 * k - 1] : 0;
     uint32_t before = 0;  // ranks of the token below this one
-    for (int64_t i = 0; i < k; ++i) before += token.first[i] >= 0 && token.first[i] < to;
-    return before;
+    bool is_ours = false;
+    for (int64_t i = 0; i < k; ++i) {
+      before += token.first[i] >= 0 && token.first[i] < to;
+      is_ours |= token.owner[i] == group.rank;
+    }
+    return before + (is_ours && group.rank < to);
   }
 };
 
-// Warps take parts of tokens in turn.
+// Warps take parts of other ranks' tokens in turn.
 template <class Out>
 struct Receive {
   static constexpr int kThreads = kWarpThreads, kBlocks = 3, kAtOnce = 3;
   Group group;
   int64_t step_capacity, parts;
-  Out* x;          // [ranks, step_capacity, hidden]; rows that are not wanted here are left alone
-  int32_t* ids;    // [ranks, step_capacity, top_k]; -1: not held here
-  float* weights;  // [ranks, step_capacity, top_k]
-  int32_t* rows;   // null, or a counter: how many ids are held here is added
+  Arrived<Out> arrived;
 
   BOTH static int64_t head_bytes(const Group& group) { return 8 * kLineWords * group.head_lines(); }
   static int64_t shared_bytes(const Group& group) {
@@ -510,9 +566,10 @@ struct Receive {
     const uint32_t exchange = load_word(&group.state[kBegun]) + 1, tag = load_word(&group.state[kTag]);
     const bool is_lost = !all_of_warp(!has_failed(group));
     let_next_begin();
-    const int64_t items = group.ranks * step_capacity * parts;
+    const int64_t others = group.ranks - 1, items = others * step_capacity * parts;
     for (int64_t item = block.warp(); item < items; item += block.warps()) {
-      const int64_t part = item % parts, from = item / parts % group.ranks, token = item / parts / group.ranks;
+      const int64_t part = item % parts, other = item / parts % others, token = item / parts / others;
+      const int64_t from = other + (other >= group.rank);
       const bool is_there = !is_lost && fetch_head(head, exchange, tag, from, token, block);
       const int64_t at = from * step_capacity + token, k = group.top_k;
       int wanted = 0;
@@ -520,10 +577,10 @@ struct Receive {
       if (part == 0) {
         for (int64_t i = block.lane(); i < k; i += block.kLanes) {
           const bool is_here = is_there && head[i] != ~0u;
-          ids[at * k + i] = is_here ? static_cast<int32_t>(head[i]) : -1;
-          weights[at * k + i] = is_here ? from_bits(head[k + i]) : 0.0f;
+          arrived.ids[at * k + i] = is_here ? static_cast<int32_t>(head[i]) : -1;
+          arrived.weights[at * k + i] = is_here ? from_bits(head[k + i]) : 0.0f;
         }
-        if (rows && wanted && block.lane() == 0) add(rows, wanted);
+        if (arrived.rows && wanted && block.lane() == 0) add(arrived.rows, wanted);
       }
       if (wanted) take(head, exchange, part, from, token, block);
       block.sync_warp();
@@ -557,7 +614,7 @@ struct Receive {
                    const Block& block) const {
     const uint8_t* const scales = reinterpret_cast<const uint8_t*>(head + 2 * group.top_k + 1);
     const uint64_t* const row = group.row(group.rank, exchange & 1, from, token);
-    Out* const to = x + (from * step_capacity + token) * group.hidden;
+    Out* const to = arrived.x + (from * step_capacity + token) * group.hidden;
     const int64_t rounds = (group.row_lines() + kWarpLines - 1) / kWarpLines;
     for (int64_t round = part; round < rounds; round += kAtOnce * parts) {
       const uint64_t* lines[kAtOnce];
@@ -588,11 +645,8 @@ struct Receive {
     const float scale = from_ue8m0(scales[at * 8 / kGroup]);
     Pack<Out, 8> values;
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      float low, high;
-      values_of(static_cast<uint32_t>(word >> 16 * c), low, high);
-      put(values.element[2 * c], low * scale), put(values.element[2 * c + 1], high * scale);
-    }
+    for (int c = 0; c < 4; ++c)
+      put_codes(static_cast<uint32_t>(word >> 16 * c), scale, values.element[2 * c], values.element[2 * c + 1]);
     reinterpret_cast<Pack<Out, 8>*>(to)[at] = values;
   }
 };
@@ -655,7 +709,7 @@ struct Return {
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
         const int64_t line = (round + n * parts) * kWarpLines + block.line();
-        if (line < lines) store_line(back + 16 * line, some[n], number);
+        if (line < lines) store_line(group, back + 16 * line, some[n], number);
       }
     }
   }
@@ -841,19 +895,22 @@ int64_t send_threads(const Group& group) {
 
 template <class In>
 int send(const Group& group, int64_t step_capacity, int64_t tokens, const void* x, const int32_t* ids,
-         const float* weights, const int32_t* owners, void* stream) {
+         const float* weights, const int32_t* owners, const Arrived<void>& own, void* stream) {
   using Work = Send<In>;
-  return run_blocks(step_capacity, send_threads(group), Work::shared_bytes(group),
-                    Work{group, step_capacity, tokens, static_cast<const In*>(x), ids, weights, owners}, stream);
+  const Arrived<In> arrived{static_cast<In*>(own.x), own.ids, own.weights, own.rows};
+  return run_blocks(
+      step_capacity, send_threads(group), Work::shared_bytes(group),
+      Work{group, step_capacity, tokens, static_cast<const In*>(x), ids, weights, owners, arrived}, stream);
 }
 
 template <class Out>
-int receive(const Group& group, int64_t step_capacity, void* x, int32_t* ids, float* weights, int32_t* rows,
-            void* stream) {
+int receive(const Group& group, int64_t step_capacity, const Arrived<void>& all, void* stream) {
   using Work = Receive<Out>;
-  const int64_t count = group.ranks * step_capacity, parts = parts_of(count, group.row_lines());
-  return run_blocks(blocks_of(count * parts), kWarpThreads, Work::shared_bytes(group),
-                    Work{group, step_capacity, parts, static_cast<Out*>(x), ids, weights, rows}, stream);
+  const Arrived<Out> arrived{static_cast<Out*>(all.x), all.ids, all.weights, all.rows};
+  const int64_t count = (group.ranks - 1) * step_capacity, parts = parts_of(count, group.row_lines());
+  const int64_t blocks = blocks_of(count * parts);
+  return run_blocks(blocks ? blocks : 1, kWarpThreads, Work::shared_bytes(group),  // it counts exchanges, too
+                    Work{group, step_capacity, parts, arrived}, stream);
 }
 
 template <class Slot, bool kFast>
@@ -896,17 +953,20 @@ extern "C" int exchange_prepare(const Group* group) {
   return 0;
 }
 
-// x is bfloat16 or float32.
+// x is bfloat16 or float32, and so is what arrives.
 extern "C" int exchange_send(const Group* group, int64_t step_capacity, int64_t tokens, const void* x, int64_t is_bf16,
-                             const int32_t* ids, const float* weights, const int32_t* owners, void* stream) {
-  return is_bf16 ? send<uint16_t>(*group, step_capacity, tokens, x, ids, weights, owners, stream)
-                 : send<float>(*group, step_capacity, tokens, x, ids, weights, owners, stream);
+                             const int32_t* ids, const float* weights, const int32_t* owners, void* their_x,
+                             int32_t* their_ids, float* their_weights, int32_t* rows, void* stream) {
+  const Arrived<void> own{their_x, their_ids, their_weights, rows};
+  return is_bf16 ? send<uint16_t>(*group, step_capacity, tokens, x, ids, weights, owners, own, stream)
+                 : send<float>(*group, step_capacity, tokens, x, ids, weights, owners, own, stream);
 }
 
 extern "C" int exchange_receive(const Group* group, int64_t step_capacity, void* x, int64_t is_bf16, int32_t* ids,
                                 float* weights, int32_t* rows, void* stream) {
-  return is_bf16 ? receive<uint16_t>(*group, step_capacity, x, ids, weights, rows, stream)
-                 : receive<float>(*group, step_capacity, x, ids, weights, rows, stream);
+  const Arrived<void> all{x, ids, weights, rows};
+  return is_bf16 ? receive<uint16_t>(*group, step_capacity, all, stream)
+                 : receive<float>(*group, step_capacity, all, stream);
 }
 
 extern "C" int exchange_return(const Group* group, int64_t step_capacity, const void* slots, void* stream) {
