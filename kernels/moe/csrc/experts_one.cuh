@@ -10,7 +10,7 @@
 #include "experts_chunks.cuh"
 
 #ifndef EXPERTS_ONE_STAGES
-#define EXPERTS_ONE_STAGES 4  // chunks in flight, by warp: measured with bench/gpu/experts_variants.py
+#define EXPERTS_ONE_STAGES 2  // chunks in flight, by warp: measured with bench/gpu/experts_variants.py
 #endif
 
 namespace moe {
