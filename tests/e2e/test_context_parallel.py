@@ -70,7 +70,7 @@ def test_bits_are_those_of_one_rank_also_when_a_rank_dies(
         client = Client(mesh)
         client.wait_stats(lambda s: s.ready, 60)
         assert one_by_one(client, 1) == expected
-        # How much is shared depends on how prompts are cut, which is by time; heartbeats bring it late.
+        # How much is shared depends on how prompts are cut, which is by time. Heartbeats are late.
         client.wait_stats(lambda s: s.shared_prompt_tokens >= 512)
         before = mesh.pids["executor-0-0"]
         both = [long_prompts(2)[0], long_prompts(2)[2]]
