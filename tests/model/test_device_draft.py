@@ -1,5 +1,6 @@
 """The draft pass of a device: by kernels of any shape the CPU's bits, by fast ones near them."""
 
+import statistics
 from itertools import cycle
 
 import pytest
@@ -169,22 +170,27 @@ def keeping(all_logits: Tensor) -> Draw:
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_captured", [False, True], ids=["run", "graph"])
 def test_kernels_for_hopper_draft_near_those_of_any_shape(is_captured: bool) -> None:
-    """Logits of the first place, which depends on no draw."""
-    found: list[Tensor] = []
-    ids = random_ids(200, seed=4)
-    for fast in (True, False):
+    """Logits of the first place, which depends on no draw. A tie that rounds the other way changes
+    experts of a random model, so the median of some prompts counts; see test_device_model."""
+    found: dict[bool, list[Tensor]] = {True: [], False: []}
+    for fast, kept in found.items():
         model = random_device_model(small_flash(stages=3), fast=fast, drafts=True)
         assert model.drafter is not None
         cache = KvCache(model.config, 4, 4, 2, device="cuda")
-        batch = StepBatch.build([Request(ids, [0, 1, 2, 3], [0, 1, 2, 3], 0).row(len(ids))])
-        model.forward(batch, cache)
-        given = DraftBatch(torch.tensor([7]), torch.tensor([len(ids)]), batch.window_blocks)
-        step = filled(model, cache, given, 5)
         logits = torch.empty(5, 1 + PADDING, model.config.vocab_size, device="cuda")
-        program = DraftProgram(model.drafter, cache, step, keeping(logits))
-        if is_captured and fast:
-            program.capture()
-        program.launch()
-        found.append(logits[0, 0].cpu().clone())
-    error = (found[0] - found[1]).norm() / found[1].norm()
-    assert float(error) < 0.3  # of a random model, see test_device_model
+        for seed in range(9):
+            ids = random_ids(200, seed=seed)
+            batch = StepBatch.build([Request(ids, [0, 1, 2, 3], [0, 1, 2, 3], 0).row(len(ids))])
+            model.forward(batch, cache)
+            given = DraftBatch(torch.tensor([7]), torch.tensor([len(ids)]), batch.window_blocks)
+            step = filled(model, cache, given, 5)
+            program = DraftProgram(model.drafter, cache, step, keeping(logits))
+            if is_captured and fast:
+                program.capture()
+            program.launch()
+            kept.append(logits[0, 0].cpu().clone())
+    errors = [
+        float((fast - plain).norm() / plain.norm())
+        for fast, plain in zip(found[True], found[False], strict=True)
+    ]
+    assert statistics.median(errors) < 0.3, errors
