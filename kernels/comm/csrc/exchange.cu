@@ -154,20 +154,24 @@ DEVICE float group_largest(float most) {
 }
 DEVICE bool group_any(bool mine) { return __shfl_xor_sync(3u << (threadIdx.x % 32 & ~1), mine, 1) | mine; }
 DEVICE bool all_of_warp(bool mine) { return __all_sync(~0u, mine); }
+// One instruction of all eight writes or reads a line. Threads of a warp that took different ways before
+// (the last of the eight has a word less) need not be together again by themselves.
+DEVICE void meet_for_line() { __syncwarp(255u << (threadIdx.x % 32 & ~7)); }
 DEVICE void store_line(const Group& group, uint64_t* line, Part part, uint64_t number) {  // by eight neighbours
   const bool is_last = threadIdx.x % 8 == 7;
   if (is_last) part.word[1] = number;
   if (group.is_shared) {
     if (!is_last) *reinterpret_cast<ulonglong2*>(line + threadIdx.x % 8 * 2) = make_ulonglong2(part.word[0], part.word[1]);
     __threadfence();
-    __syncwarp(255u << (threadIdx.x % 32 & ~7));
-    if (!is_last) return;
   }
+  meet_for_line();
+  if (group.is_shared && !is_last) return;
   asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(line + threadIdx.x % 8 * 2), "l"(part.word[0]),
                "l"(part.word[1])
                : "memory");
 }
 DEVICE void load_line(const uint64_t* line, Part& part) {
+  meet_for_line();
   asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];"
                : "=l"(part.word[0]), "=l"(part.word[1])
                : "l"(line + threadIdx.x % 8 * 2)
