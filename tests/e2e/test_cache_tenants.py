@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from deepmesh.cli.app import app
 from deepmesh.store_operator import ask_stats
 from deepmesh.supervisor import Mesh
-from tests.e2e.conftest import RunningMesh
+from tests.e2e.conftest import RunningMesh, until
 from tests.redis_server import redis_server
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny"
@@ -109,11 +109,14 @@ def test_a_tenant_finds_its_own_prefixes_in_every_tier_and_no_other_ones(
         assert cached_tokens(mesh, second, prompt) == 0, "another tenant's"
         assert cached_tokens(mesh, second, prompt) > 0, "its own"
     mesh.wait_total("deepmesh_store_shared_up", 1)
-    for tier in ("memory", "disk", "shared"):
-        assert mesh.total("deepmesh_store_items", tier=tier) > 0
-    assert mesh.total("deepmesh_store_hit_blocks_total", tier="shared") > 0
-    asked = mesh.total("deepmesh_store_lookup_blocks_total")
-    assert asked > mesh.total("deepmesh_store_ideal_blocks_total") > 0
+    for tier in ("memory", "disk", "shared"):  # behind the answers, and by heartbeats
+        until(lambda tier=tier: mesh.total("deepmesh_store_items", tier=tier) > 0, f"items: {tier}")
+    hits, asked, ideal = "store_hit_blocks", "store_lookup_blocks", "store_ideal_blocks"
+    until(lambda: mesh.total(f"deepmesh_{hits}_total", tier="shared") > 0, "hits")
+    until(
+        lambda: mesh.total(f"deepmesh_{asked}_total") > mesh.total(f"deepmesh_{ideal}_total") > 0,
+        "look-ups",
+    )
     cache(mesh, "flush", "--shared", "--device")
     assert [cached_tokens(mesh, first, prompt) for prompt in PROMPTS] == [0, 0]
 
