@@ -186,7 +186,8 @@ class Mesh:
 
     def wait_stopped(self) -> None:
         """Block until someone asks the mesh to stop, or the supervisor itself fails."""
-        self._watcher.join()
+        while self._watcher.is_alive():  # a signal just before a join without end is heard after it
+            self._watcher.join(POLL_S)
         if self._failure is not None:
             raise MeshError(f"the supervisor failed: {self._failure!r}") from self._failure
 

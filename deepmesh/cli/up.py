@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from deepmesh.supervisor import Mesh
 
+SIGNAL_POLL_S = 0.05
+
 
 def up(
     config: ConfigOption = None,
@@ -27,6 +29,8 @@ def up(
     """Start every service as a process, watch them, and print the address."""
     import logging
     import signal
+    import threading
+    import time
 
     import msgspec
     from rich.console import Console
@@ -53,9 +57,20 @@ def up(
         settings = msgspec.structs.replace(settings, mesh=section)
     mesh = Mesh(settings)
 
-    def on_signal(_number: int, _frame: object) -> None:
-        mesh.request_stop()
+    asked: list[int] = []
 
+    def on_signal(number: int, _frame: object) -> None:
+        asked.append(number)  # takes no lock: the next signal may interrupt this one
+
+    def pass_on() -> None:
+        passed = 0
+        while True:
+            while passed < len(asked):
+                passed += 1
+                mesh.request_stop()
+            time.sleep(SIGNAL_POLL_S)
+
+    threading.Thread(target=pass_on, name="signals", daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, on_signal)
     mesh.start()
