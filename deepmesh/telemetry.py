@@ -34,13 +34,13 @@ _log = logging.getLogger(__name__)
 __all__ = ["Value", "is_sampled", "new_traceparent", "parse_traceparent", "trace_id_of"]
 
 SPAN_REQUEST = "request"  # gateway: headers in to last byte out
-SPAN_BODY = "read body"  # gateway: headers in to the last byte of the body
+SPAN_BODY = "read body"  # gateway: headers in to the body out to a tokenizer
 SPAN_ADMISSION = "wait for admission"  # gateway: sent to a tokenizer to the first sign of a stream
 SPAN_FIRST = "first token"  # gateway: admitted to the first event out
 SPAN_STREAM = "stream"  # gateway: first event out to the last
 SPAN_WRITE = "write end"  # gateway: the tokenizer's last message to the last byte out
 SPAN_ANSWER = "wait for answer"  # gateway: sent to a tokenizer to an answer in one piece
-SPAN_TOKENIZE = "tokenize"  # tokenizer: body in to prompt ids, a wait for a thread included
+SPAN_TOKENIZE = "tokenize"  # tokenizer: body in to Generate out, a wait for a thread included
 SPAN_ROUTE = "route"  # router: Generate in to Generate out, the wait for a replica included
 SPAN_QUEUE = "queue"  # scheduler: accepted to the begin of its first row
 SPAN_HAND_OVER = "hand-over"  # scheduler: another group asked for a prompt to its last block here

@@ -32,6 +32,7 @@ class Arrival(msgspec.Struct):
     parent: str  # inbound traceparent in normal form, or ""
     trace_id: str = ""  # what `deepmesh trace` takes; empty when the trace is not recorded
     status: int = 0  # of the answer, once it has begun
+    end_ns: int = 0  # its last byte was out; 0 of one that no tokenizer answered
     key: str = ""  # digest of the caller's API key
     first_number: int = 0  # of the events of its answer: they may be the rest of earlier ones
     headers_out: list[tuple[bytes, bytes]] = []  # what the answer says of the caller's limits

@@ -137,8 +137,10 @@ class Forward:
             with edge.gate.enter(), edge.quotas.enter(arrival, self._protocol) as key_hash:
                 # no name for the body here: `Streams` alone decides how long it is kept
                 stream = self._open(
-                    arrival, span, key_hash, await self._body(scope, receive, arrival, span)
+                    arrival, span, key_hash, await self._body(scope, receive, arrival)
                 )
+                if scope["method"] == "POST":  # up to here, so that no moment is left out
+                    self._note_body(stream, arrival, span)
                 await self._relay(scope, receive, send, stream, span, timer, seen)
         except ProblemError as error:
             seen.error = error.problem.message
@@ -169,16 +171,13 @@ class Forward:
             arrival.trace_id = trace_id_of(span.traceparent)
         return span
 
-    async def _body(self, scope: Scope, receive: Receive, arrival: Arrival, span: Span) -> bytes:
+    async def _body(self, scope: Scope, receive: Receive, arrival: Arrival) -> bytes:
         if scope["method"] != "POST":
             return _question(scope)
         self._edge.bodies.check_headers(arrival.headers)
         body = await self._edge.bodies.read(receive)
         if scope["path_params"]:
             return _question(scope)
-        self._edge.tracer.record(
-            SPAN_BODY, span.traceparent, arrival.start_ns, time.time_ns(), {"bytes": len(body)}
-        )
         return body
 
     def _open(self, arrival: Arrival, span: Span, key_hash: str, body: bytes) -> Stream:
@@ -194,6 +193,12 @@ class Forward:
                 traceparent=span.traceparent,
                 created_s=arrival.created_s,
             )
+        )
+
+    def _note_body(self, stream: Stream, arrival: Arrival, span: Span) -> None:
+        about = {"bytes": stream.num_bytes}
+        self._edge.tracer.record(
+            SPAN_BODY, span.traceparent, arrival.start_ns, time.time_ns(), about
         )
 
     async def _relay(
@@ -243,6 +248,7 @@ class Forward:
     ) -> None:
         """Child spans and attributes that only the whole course of a request tells."""
         tracer, now_ns = self._edge.tracer, time.time_ns()
+        arrival.end_ns = now_ns
         if stream.end is None or stream.is_abandoned:
             arrival.status = CLIENT_GONE
             self._edge.metrics.disconnects[self._protocol] += 1
@@ -299,4 +305,4 @@ class Forward:
         is_slow = 0 < edge.slow_s <= duration_s
         if (error or is_slow) and edge.tracer.enabled and not is_sampled(span.traceparent):
             edge.keep(trace_id_of(span.traceparent))
-        span.end(error=error)
+        span.end(arrival.end_ns, error=error)

@@ -35,6 +35,7 @@ class Stream:
         self.protocol = submit.protocol
         self.traceparent = submit.traceparent
         self.submit: Submit | None = submit  # None: the body was too large to keep
+        self.num_bytes = len(submit.body)
         self.placed = ""  # key of the tokenizer's link
         self.num_placements = 0  # more than one after a loss
         self.placed_at = now  # the last of them

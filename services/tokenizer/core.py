@@ -118,7 +118,7 @@ class Core:
             self._records.ask(request, outcome, clock)
             return
         shown = outcome.generation if isinstance(outcome, Job) else outcome
-        self._outbox.add(tokenize_span(request, shown, began_ns, clock.wall_ns))
+        num_bytes = len(request.submit.body)
         request.submit = msgspec.structs.replace(request.submit, body=b"")  # may be megabytes
         match outcome:
             case Refusal(code=code, detail=detail, param=param, retry_after_s=after_s):
@@ -142,6 +142,7 @@ class Core:
                 request.give_up_at = clock.now + limits.patience_s(request, self._config, clock)
                 self._records.note(request)
                 self._book.place(request, clock)
+        self._outbox.add(tokenize_span(request, shown, num_bytes, began_ns))
 
     # ------------------------------------------------------------ schedulers
 

@@ -267,8 +267,9 @@ class Service:
     def _act(self) -> None:
         while actions := self._core.take():
             for action in actions:
-                if isinstance(action, Trace) and action.end_ns:
-                    self._spans.append(action)
+                if isinstance(action, Trace):
+                    end_ns = action.end_ns or time.time_ns()
+                    self._spans.append(action._replace(end_ns=end_ns))
                 else:
                     self._carry_out(action)
         if self._spans and self._recorder is None:
@@ -301,7 +302,7 @@ class Service:
                     action.name,
                     action.parent,
                     action.start_ns,
-                    action.end_ns or time.time_ns(),
+                    action.end_ns,
                     action.attributes,
                     error=action.error,
                 )

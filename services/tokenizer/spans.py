@@ -38,13 +38,18 @@ def hop_span(message: str, traceparent: str, stamps: Stamps, me: str) -> Trace:
 
 
 def tokenize_span(
-    request: Request, outcome: Generation | Answer | Refusal | Follow, began_ns: int, ended_ns: int
+    request: Request, outcome: Generation | Answer | Refusal | Follow, num_bytes: int, began_ns: int
 ) -> Trace:
-    """Body in to prompt ids, or to the answer that needs none; `wait_us` of it for a thread."""
+    """Body in to Generate out, or to the answer that needs none; `wait_us` of it for a thread.
+
+    Args:
+        num_bytes: of the body, which is not kept.
+        began_ns: when the conversion itself began.
+    """
     submit = request.submit
     attributes: dict[str, Value] = {
         "protocol": submit.protocol,
-        "body_bytes": len(submit.body),
+        "body_bytes": num_bytes,
         "wait_us": (began_ns - request.arrived_ns) / 1000,
     }
     error = ""
@@ -66,7 +71,7 @@ def tokenize_span(
         case Follow(id=id):
             attributes["response"] = id
     parent, arrived = submit.traceparent, request.arrived_ns
-    return Trace(SPAN_TOKENIZE, parent, arrived, ended_ns, attributes, error)
+    return Trace(SPAN_TOKENIZE, parent, arrived, NOW, attributes, error)
 
 
 def finish_span(request: Request, stamps: Stamps) -> Trace:

@@ -212,7 +212,8 @@ def test_anthropics_any_forces_a_call(mesh: RunningMesh) -> None:
             tools=[{"name": "weather", "input_schema": CITY}],
             tool_choice={"type": "any"},
             thinking={"type": "disabled"},
-            max_tokens=200,
+            max_tokens=400,
+            extra_body={"seed": 2},
         )
     uses = [block for block in answer.content if block.type == "tool_use"]
     assert uses
