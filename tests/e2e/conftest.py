@@ -1,7 +1,9 @@
 """One real mesh with the model that ships, started once for all tests that only talk to it."""
 
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import httpx
@@ -50,11 +52,23 @@ def recovery_table(closing_tables: dict[str, list[str]]) -> Iterator[Table]:
     closing_tables["recovery of killed processes"] = table.lines()
 
 
-def until(holds: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+def until(holds: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
     """Ask again and again, for what only a later heartbeat shows."""
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
+
+
+def store_links(mesh: Mesh) -> Counter[str]:
+    """How often each process has linked to the first kvstore, as of its log."""
+    log = (mesh.run_dir / "logs" / "kvstore-0.log").read_text()
+    return Counter(name for name in re.findall(r"(\S+) is up", log) if name in mesh.pids)
+
+
+def wait_store_links(mesh: Mesh, before: Counter[str], killed: Collection[str]) -> None:
+    """Until those that were killed are linked again; all, if the kvstore was among them."""
+    names = [name for name in before if name in killed or "kvstore-0" in killed]
+    until(lambda: all(store_links(mesh)[n] > before[n] for n in names), "links to the kvstore")
 
 
 class RunningMesh:
@@ -68,7 +82,7 @@ class RunningMesh:
 
     def metrics(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
         """All samples of /metrics by (name, sorted labels)."""
-        text = httpx.get(self.url + "/metrics", timeout=10).text
+        text = httpx.get(self.url + "/metrics", timeout=30).text
         return {
             (sample.name, tuple(sorted(sample.labels.items()))): sample.value
             for family in text_string_to_metric_families(text)
@@ -85,7 +99,7 @@ class RunningMesh:
         assert found, f"{name}{labels} is not in /metrics"
         return sum(found)
 
-    def wait_total(self, name: str, value: float, timeout_s: float = 15, **labels: str) -> float:
+    def wait_total(self, name: str, value: float, timeout_s: float = 60, **labels: str) -> float:
         """Wait until `total` is `value`; returns how long it took, s."""
         start = time.monotonic()
         while self.total(name, **labels) != value:
@@ -98,7 +112,7 @@ class RunningMesh:
         self.wait_total("deepmesh_requests_running", 0)
         self.wait_total("deepmesh_requests_waiting", 0)
         self.wait_total("deepmesh_inflight_tokens", 0)
-        deadline = time.monotonic() + 30  # stores to a kvstore may still read some
+        deadline = time.monotonic() + 60  # stores to a kvstore may still read some
         while lost := self._lost_blocks():
             assert time.monotonic() < deadline, f"leaked: {lost}"
 

@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -12,7 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from deepmesh.cli.app import app
+from deepmesh.gateway_address import gateway_problem
 from deepmesh.supervisor import Mesh
+from tests.e2e.conftest import until
 
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 CONFIG = """
@@ -62,17 +63,14 @@ def test_requests_get_503_with_the_reason_and_doctor_has_it_too(
         try:
             scheduler = tmp_path / "run" / "scheduler-0.ready"
             with Mesh(path, is_ready=scheduler.exists) as mesh:
+                text = "scheduler-0 serves a model with vocabulary"
+                until(lambda: text in gateway_problem(mesh.url), text)
+                assert httpx.get(mesh.url + "/ready", timeout=10).status_code == 503
                 answer = httpx.post(mesh.url + "/v1/chat/completions", json=body, timeout=60)
                 assert answer.status_code == 503, answer.text
                 error = answer.json()["error"]
                 assert error["code"] == "engine_mismatch"
                 assert "another vocabulary" in error["message"]
-
-                text = "scheduler-0 serves a model with vocabulary"
-                deadline = time.monotonic() + 20  # two heartbeats
-                while text not in (said := httpx.get(mesh.url + "/ready", timeout=10)).text:
-                    assert time.monotonic() < deadline, said.text
-                assert said.status_code == 503
                 found = CliRunner().invoke(app, ["doctor", "--config", str(path)])
                 assert found.exit_code == 1
                 assert text in found.output

@@ -13,7 +13,7 @@ import pytest
 
 from deepmesh.client import Client
 from deepmesh.supervisor import Mesh
-from tests.e2e.conftest import until
+from tests.e2e.conftest import RunningMesh, until
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_STREAMS = 8
@@ -32,6 +32,8 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
         "[supervisor]\nbackoff_s = 0.1\n"
     )
     with Mesh(path) as mesh:
+        running = RunningMesh(mesh, path)
+        until(lambda: running.total("deepmesh_replica_ready") == 2, "both replicas")
         yield mesh
 
 
@@ -94,7 +96,7 @@ def routes(mesh: Mesh, wanted: int) -> Counter[str]:
                 found[span["attributes"]["replica"]] += 1
         return found.total() >= wanted
 
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not all_there():
         assert time.monotonic() < deadline, found
         mesh.wait_for(lambda: False, 0.05)
