@@ -106,6 +106,7 @@ def test_responses_parse(client: openai.OpenAI, mesh: RunningMesh) -> None:
         text_format=Place,
         reasoning={"effort": "none"},
         max_output_tokens=120,
+        extra_body={"seed": 1},
     )
     assert answer.output_parsed is not None
     assert 0 <= answer.output_parsed.height_m <= 9000

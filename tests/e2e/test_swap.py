@@ -41,7 +41,7 @@ def write_config(folder: Path, sections: dict[str, str]) -> Path:
 def chat(url: str, words: str = "Hello") -> tuple[str, str]:
     """A text and why it ended."""
     messages: list[dict[str, object]] = [{"role": "user", "content": words}]
-    fields: dict[str, object] = {"model": "tiny", "max_tokens": 9, "ignore_eos": True}
+    fields: dict[str, object] = {"model": "tiny", "max_tokens": 9, "ignore_eos": True, "seed": 1}
     with Client(url, timeout_s=30) as client:
         events = list(client.stream_chat(messages, fields))
     assert events[-1].kind == "finish"
