@@ -6,12 +6,12 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, TextIO
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 MAX_QUEUED_SPANS = 4096  # a sink that is further behind loses spans, and counts them
-MAX_BATCH = 512  # spans that go to a sink at once
+MAX_BATCH = 2048  # spans that go to a sink at once; so many do not wait for its delay
 MAX_FILE_BYTES = 64 << 20  # then NAME.jsonl becomes NAME.jsonl.1, and that one is dropped
 CLOSE_S = 3.0  # at most, for what is queued when the process ends
 
@@ -103,12 +103,12 @@ class FileSink:
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._lines, self._max_bytes = path, Lines(service, process), max_bytes
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        self._file = path.open("ab")
 
     def export(self, spans: Sequence[SpanRecord]) -> bool:
         """Append and flush; a full disk loses the batch, not the service."""
         try:
-            self._file.write(self._lines.of(spans).decode())
+            self._file.write(self._lines.of(spans))
             self._file.flush()
             if self._file.tell() > self._max_bytes:
                 self._rotate()
@@ -119,7 +119,7 @@ class FileSink:
     def _rotate(self) -> None:
         self._file.close()
         self._path.replace(self._path.with_suffix(".jsonl.1"))
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = self._path.open("ab")
 
     def close(self) -> None:
         """Close the file."""
@@ -143,13 +143,14 @@ class SpanQueue:
     ) -> None:
         """
         Args:
-            delay_s: from the first span to the batch that takes it along.
+            delay_s: from the first span to the batch that takes it along; a full one goes at once.
             pause_s: after a failed export.
         """
         self._sink, self._delay_s, self._pause_s = sink, delay_s, pause_s
         self._max_batch = max_batch
         self._queue: deque[SpanRecord] = deque()
         self._some = threading.Event()
+        self._early = threading.Event()  # a whole batch is there, or no more will come
         self._closing = threading.Event()
         self._exporting = threading.Lock()
         self._paused_until = 0.0
@@ -165,12 +166,15 @@ class SpanQueue:
 
     def put(self, span: SpanRecord) -> None:
         """Queue one span, or count it. Never waits."""
-        if len(self._queue) >= MAX_QUEUED_SPANS:
+        num = len(self._queue)
+        if num >= MAX_QUEUED_SPANS:
             self._num_lost += 1
             return
         self._queue.append(span)
         if not self._some.is_set():
             self._some.set()
+        if num >= self._max_batch and not self._early.is_set():
+            self._early.set()
 
     def flush(self) -> bool:
         """Export what is queued now, in this thread; whether all of it was taken."""
@@ -182,6 +186,7 @@ class SpanQueue:
         """Export what is queued; returns in time even if a collector hangs."""
         self._closing.set()
         self._some.set()
+        self._early.set()
         self._thread.join(CLOSE_S)
         self._num_lost += len(self._queue)
         self._queue.clear()
@@ -189,8 +194,9 @@ class SpanQueue:
     def _run(self) -> None:
         while not self._closing.is_set():
             self._some.wait()
-            self._closing.wait(self._delay_s)
+            self._early.wait(self._delay_s)
             self._some.clear()
+            self._early.clear()
             self._drain()
         self._drain()
         self._sink.close()

@@ -12,6 +12,7 @@ from deepmesh.trace_export import SpanRecord, Value
 
 MAX_CACHED = 8192  # pieces; then all are forgotten
 MAX_CACHED_CHARS = 64  # of a text that is worth keeping
+MAX_VALUES = 64  # of one attribute: one with more is an id, whose values do not come again
 
 _ATTRIBUTE = b"\x4a"  # of a span
 _KINDS = {"internal": 1, "server": 2, "client": 3, "producer": 4, "consumer": 5}
@@ -83,9 +84,10 @@ class Encoder:
         # by kind, then name, for roots and for children; by parent; by key, then value
         self._names = [{kind: dict[str, bytes]() for kind in _KINDS} for _ in range(2)]
         self._parents: dict[str, bytes] = {}
-        self._texts: dict[str, dict[str, bytes]] = {}
+        self._texts: dict[str, dict[Value, bytes]] = {}  # flags and lists, too
         self._ints: dict[str, dict[int, bytes]] = {}
         self._doubles: dict[str, bytes] = {}  # all but the number
+        self._heads: dict[tuple[str, int], bytes] = {}  # all but a text of so many bytes
 
     def request(self, spans: Sequence[SpanRecord]) -> bytes:
         """An ExportTraceServiceRequest."""
@@ -114,8 +116,7 @@ class Encoder:
         for key, value in attributes.items():
             what = type(value)  # a bool is an int, and equal to one: not isinstance
             if what is str:
-                piece = texts.get(key, _NOTHING).get(value)  # pyright: ignore[reportArgumentType]
-                parts.append(piece or self._text(key, value))  # pyright: ignore[reportArgumentType]
+                parts.append(texts.get(key, _NOTHING).get(value) or self._text(key, value))  # pyright: ignore[reportArgumentType]
             elif what is int:
                 number = varint(value)  # pyright: ignore[reportArgumentType]
                 parts.append(ints.get(key, _NOTHING).get(len(number)) or self._int(key, number))
@@ -124,7 +125,7 @@ class Encoder:
                 parts.append(doubles.get(key) or self._double(key))
                 parts.append(_DOUBLE.pack(value))
             else:
-                parts.append(self._plain(_ATTRIBUTE, key, value))
+                parts.append(texts.get(key, _NOTHING).get(value) or self._rare(key, value))
         if links:
             parts += map(_link, links)
         parts.append(_status(error) if error else _NO_STATUS)
@@ -147,9 +148,23 @@ class Encoder:
         return found
 
     def _text(self, key: str, value: str) -> bytes:
+        if len(value) > MAX_CACHED_CHARS:
+            return self._plain(_ATTRIBUTE, key, value)
+        if len(self._texts.get(key, _NOTHING)) < MAX_VALUES:
+            return self._rare(key, value)
+        raw = value.encode("utf-8", "replace")
+        head = self._heads.get((key, len(raw)))
+        if head is None:
+            whole = self._plain(_ATTRIBUTE, key, value)
+            head = self._heads[key, len(raw)] = whole[: len(whole) - len(raw)]
+        return head + raw
+
+    def _rare(self, key: str, value: Value) -> bytes:
+        """Flags and lists, which are of few values; and texts, as long as those are."""
         found = self._plain(_ATTRIBUTE, key, value)
-        if len(value) <= MAX_CACHED_CHARS:
-            self._texts.setdefault(key, {})[value] = found
+        known = self._texts.setdefault(key, {})
+        if len(known) < MAX_VALUES:
+            known[value] = found
             self.num_cached += 1
         return found
 

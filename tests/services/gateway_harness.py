@@ -33,8 +33,8 @@ from deepmesh.wire.messages import (
 from deepmesh.wire.sockets import Listener
 from services.gateway.server import Gateway
 
-PATIENCE_S = 10.0  # bounds every wait; nothing takes nearly so long
-LINKS = LinksConfig(heartbeat_s=0.05, timeout_s=2.0)
+PATIENCE_S = 60.0  # bounds every wait; nothing takes nearly so long
+LINKS = LinksConfig(heartbeat_s=0.05, timeout_s=20.0)
 READY = ServiceStats(
     ready=True,
     replicas=[

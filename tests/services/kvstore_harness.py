@@ -37,7 +37,7 @@ from deepmesh.wire.sockets import Dialer, Identity, Mail
 from services.kvstore.service import KvStoreService
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 20.0
+WAIT_S = 60.0
 M = TypeVar("M", bound=AnyMessage)
 
 

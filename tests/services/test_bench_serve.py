@@ -380,7 +380,7 @@ def test_failures_are_counted_by_kind_and_hang_nothing() -> None:
 
     async def run() -> None:
         async with Server(script) as server:
-            client = Client(server.url, api="chat", timeout_s=0.2)
+            client = Client(server.url, api="chat", timeout_s=2.0)
             window = await closed_loop(client, bodies(), concurrency=1, requests=8)
             client.close()
             case = case_of(window, Limits())
@@ -432,10 +432,10 @@ def bench(*options: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_a_short_run_on_a_mesh_of_its_own_gives_the_keys_of_a_report() -> None:
     options = ["--fake-executor", "--concurrency", "8", "--output-tokens", "16", "--requests", "32"]
-    done = bench(*options, "--no-store", "--json", timeout_s=100)
+    done = bench(*options, "--no-store", "--json", timeout_s=220)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     (case,) = found["cases"]
@@ -459,6 +459,7 @@ def test_without_a_server_it_cannot_run() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.timeout(300)
 def test_a_mesh_is_compared_with_its_executor_alone() -> None:
     options = ["--mesh", "--quick", "--concurrency", "4", "--output-tokens", "16"]

@@ -87,7 +87,7 @@ def mesh(config: Config, *, one_kernel_class: bool = True) -> Iterator[StreamExe
     finally:
         for service, thread in zip((scheduler, executor), threads, strict=True):
             service.stop()
-            thread.join(20)
+            thread.join(60)
             assert not thread.is_alive()
 
 

@@ -307,7 +307,7 @@ def _send_for_ever(raw: socket.socket) -> None:
 
 
 def test_a_body_that_stalls_is_408(tmp_path: Path) -> None:
-    with running_mesh(tmp_path, idle_s=0.2) as mesh, connection(mesh) as raw:
+    with running_mesh(tmp_path, idle_s=0.5) as mesh, connection(mesh) as raw:
         raw.sendall(b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nabc")
         response = http.client.HTTPResponse(raw)
         response.begin()
@@ -325,7 +325,7 @@ def test_headers_that_stall_end_the_connection(tmp_path: Path, begun: bytes) -> 
 
 
 def test_the_time_for_headers_is_not_the_time_of_the_answer(tmp_path: Path) -> None:
-    with running_mesh(tmp_path, idle_s=0.2, keepalive_s=0.3) as mesh:
+    with running_mesh(tmp_path, idle_s=0.5, keepalive_s=0.8) as mesh:
         client = mesh.post()
         submit = mesh.tokenizer.expect(Submit)
         mesh.tokenizer.admit(submit)

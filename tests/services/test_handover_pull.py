@@ -147,7 +147,7 @@ def pair(
         yield source, target
 
 
-def wait_for(holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def wait_for(holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
     until = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < until, "it does not come about"
@@ -375,7 +375,7 @@ def test_whenever_it_fails_no_block_counts_that_is_not_whole(
             order, found = pull(theirs), list[bytes]()
             target.transfers.order(order)
             done: OpDone | None = None
-            number, until = 0, time.monotonic() + 10.0
+            number, until = 0, time.monotonic() + 60.0
             while done is None:
                 assert time.monotonic() < until, (fault, after)
                 if number == after:

@@ -77,7 +77,7 @@ def test_every_process_of_a_mesh_gets_ready_and_takes_it_back(tmp_path: Path) ->
     with Mesh(path) as mesh:
         for name in mesh.pids:
             is_ready = partial(_is_ready, name, mesh.config)
-            assert any(mesh.wait_for(is_ready, 0.05) for _ in range(200)), name
+            assert any(mesh.wait_for(is_ready, 0.05) for _ in range(1200)), name
         out = subprocess.run(
             [sys.executable, "-m", "deepmesh.health", "executor-0-0", f"{mesh.run_dir}/mesh.toml"],
             capture_output=True,

@@ -42,7 +42,7 @@ def test_an_orderly_end_leaves_no_shared_file(tmp_path: Path, how: str) -> None:
             client.send(Shutdown())
         else:
             child.send_signal(signal.Signals[how])
-        assert child.wait(20) == 0
+        assert child.wait(60) == 0
     assert not (tmp_path / "shared").exists()
 
 
@@ -65,7 +65,7 @@ def test_a_killed_store_comes_back_with_all_that_it_acknowledged(tmp_path: Path)
                 assert (tmp_path / "shared" / "kvstore-0.pool").exists()  # for the next to remove
             else:
                 child.send_signal(signal.SIGTERM)
-                assert child.wait(20) == 0
+                assert child.wait(60) == 0
     assert not (tmp_path / "shared").exists()
 
 
@@ -92,10 +92,10 @@ def test_two_stores_do_not_share_their_files(tmp_path: Path) -> None:
     with process(config) as child, Client(config) as client:
         client.put(block(1))
         with process(config) as second:
-            assert second.wait(20) == 1
+            assert second.wait(60) == 1
         assert client.get(block(1)[0])[1] == [block(1)[1]]
         child.terminate()
-        assert child.wait(20) == 0
+        assert child.wait(60) == 0
 
 
 def test_stores_of_one_mesh_share_the_folder(tmp_path: Path) -> None:

@@ -38,9 +38,9 @@ from tests.services.kvstore_harness import (
     running,
 )
 
-LOOKUP_S = 1.0  # however slow the machine is
+LOOKUP_S = 3.0  # however slow the machine is
 # Far below what a loop takes that waits for Redis each time, far above one that does not.
-PROMPT_S = 5.0
+PROMPT_S = 15.0
 
 
 @pytest.fixture

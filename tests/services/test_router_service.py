@@ -95,7 +95,7 @@ class Bench:
 
     def close(self) -> None:
         self.service.stop()
-        self.thread.join(10)
+        self.thread.join(60)
         assert not self.thread.is_alive()
         self.stage.close()
 
@@ -195,5 +195,5 @@ def test_other_mail_is_ignored_and_drain_ends_it(mesh: Bench) -> None:
     mesh.send(1)
     mesh.stage.until(lambda: sum(map(len, mesh.arrived())) == 1, "the request")
     mesh.tokenizer.send(Drain())
-    mesh.thread.join(10)
+    mesh.thread.join(60)
     assert not mesh.thread.is_alive()

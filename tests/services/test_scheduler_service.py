@@ -34,8 +34,8 @@ from services.scheduler.sim.device import Device
 from services.scheduler.sim.requests import SimRequest
 from tests.core.driver import CAPACITY, VOCAB, words
 
-PATIENCE_S = 20.0
-LINKS = LinksConfig(heartbeat_s=0.05, timeout_s=2.0)
+PATIENCE_S = 60.0
+LINKS = LinksConfig(heartbeat_s=0.05, timeout_s=20.0)
 
 
 class FakeExecutor:

@@ -327,7 +327,7 @@ def test_draining_finishes_what_runs_and_takes_nothing_new(mesh: Bench) -> None:
     rid = mesh.gateway.submit("chat", CHAT)
     generate = mesh.scheduler.expect(Generate)
     mesh.stage.until(lambda: mesh.gateway.stats.ready, "readiness")
-    mesh.running.ask_to_stop(10.0)
+    mesh.running.ask_to_stop(60.0)
     mesh.stage.until(lambda: not mesh.gateway.stats.ready, "its word that it drains")
     late = mesh.gateway.submit("chat", CHAT)
     mesh.scheduler.answer(generate, OUTPUT)

@@ -364,9 +364,9 @@ def test_what_cannot_fit_is_refused_before_it_is_encoded(preparer: Preparer, pro
     digits = "123" * (1 << 20)  # encoding them takes seconds
     field = PROMPT_FIELD[protocol]
     text: object = [{"role": "user", "content": digits}] if field == "messages" else digits
-    began = time.perf_counter()
+    began = time.process_time()
     refused = refusal(preparer, protocol, BASE[protocol] | {field: text})
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
     assert (refused.code, refused.param) == (ErrorCode.TOO_LONG, field)
     longest = preparer.max_token_bytes
     assert longest is not None

@@ -19,7 +19,7 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 from deepmesh.trace_context import make_traceparent
 from deepmesh.trace_export import SpanRecord, Value
 from deepmesh.trace_otlp import OtlpSink, endpoint
-from deepmesh.trace_protobuf import MAX_CACHED, Encoder, varint
+from deepmesh.trace_protobuf import MAX_CACHED, MAX_VALUES, Encoder, varint
 
 RESOURCE: dict[str, Value] = {"service.name": "deepmesh-gateway", "many": ("a", "b"), "n": 3}
 SCOPE = ("deepmesh", "1.2")
@@ -114,13 +114,26 @@ def test_a_text_that_utf8_cannot_say_keeps_the_others() -> None:
     assert [a.value.string_value for a in span.attributes] == ["?", "yes"]
 
 
+def test_ids_are_encoded_like_texts_that_come_again() -> None:
+    ids = [
+        f"{number:x}" * (1 + number % 3) + "ü" * (number % 5) for number in range(3 * MAX_VALUES)
+    ]
+    spans = [record({"id": each, "of": ("a", each), "on": True}) for each in ids]
+    encoder = Encoder(RESOURCE, *SCOPE, SCHEMA)
+    assert by_us(spans, encoder) == by_us(spans, encoder) == by_the_sdk(spans)
+
+
 def test_what_is_kept_is_bounded() -> None:
-    encoder = Encoder(RESOURCE, *SCOPE)
+    encoder, names = Encoder(RESOURCE, *SCOPE), list[str]()
     for part in range(3):
         names = [f"{part} {number}" for number in range(MAX_CACHED)]
+        before = encoder.num_cached
         found = by_us([record({"name": name}) for name in names], encoder)
         spans = found.resource_spans[0].scope_spans[0].spans
         assert [span.attributes[0].value.string_value for span in spans] == names
+        assert encoder.num_cached <= before + MAX_VALUES + 1
+    encoder.request([record({name: "x"}) for name in names])
+    assert encoder.num_cached > MAX_CACHED
     encoder.request([])
     assert encoder.num_cached == 0
 

@@ -55,7 +55,7 @@ class Running:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=lambda: uvloop.run(self._run()))
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(60)
 
     def ask_to_stop(self, within_s: float) -> None:
         """Drain for at most `within_s`, then end; as SIGTERM does."""
@@ -67,7 +67,7 @@ class Running:
         """End now."""
         if self._thread.is_alive():
             self.ask_to_stop(0.0)
-            self._thread.join(10)
+            self._thread.join(60)
         assert not self._thread.is_alive()
 
     async def _run(self) -> None:
