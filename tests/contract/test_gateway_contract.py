@@ -60,7 +60,7 @@ class Mesh:
         return self.listener.guest("gateway-0")
 
     def until_ready(self) -> None:
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while self.get("/ready") != 200:
             assert time.monotonic() < deadline
             self.wire.pump()

@@ -51,12 +51,17 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 @contextmanager
 def store(
-    folder: Path, server: RedisServer, name: str = "a", **settings: object
+    folder: Path,
+    server: RedisServer,
+    name: str = "a",
+    *,
+    lookup_s: float = LOOKUP_S,
+    **settings: object,
 ) -> Iterator[tuple[Running, Client]]:
     """A kvstore of a mesh of its own, once it has found Redis."""
     run_dir = folder / name
     run_dir.mkdir(exist_ok=True)
-    patient = SchedulerConfig(store_lookup_s=LOOKUP_S)
+    patient = SchedulerConfig(store_lookup_s=lookup_s)
     made = make_config(run_dir, redis_url=server.url, **settings)
     config = replace(made, scheduler=patient)
     with running(config) as run, Client(config) as client:
@@ -157,7 +162,7 @@ def test_a_redis_that_dies_is_a_miss_and_serves_again_when_it_is_back(
 
 
 def test_a_redis_that_hangs_holds_up_nobody(tmp_path: Path, server: RedisServer) -> None:
-    with store(tmp_path, server) as (_, client):
+    with store(tmp_path, server, lookup_s=1.0) as (_, client):  # less than Redis's own time-out
         client.put(*THINGS)
         os.kill(server.pid, signal.SIGSTOP)
         try:

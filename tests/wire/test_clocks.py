@@ -125,7 +125,7 @@ def test_messages_of_another_clock_come_with_stamps_of_ours(
     pair: tuple[Listener, Shifted],
 ) -> None:
     listener, dialer = pair
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     events: list[LinkEvent] = []
     while time.monotonic() < until:
         events += listener.receive()
@@ -148,7 +148,7 @@ def test_messages_of_another_clock_come_with_stamps_of_ours(
 
 def test_links_tell_what_went_over_them(pair: tuple[Listener, Shifted]) -> None:
     listener, dialer = pair
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while time.monotonic() < until and not (listener.link_stats() and dialer.link_stats()):
         listener.receive()
         dialer.receive()

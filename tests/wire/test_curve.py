@@ -21,7 +21,7 @@ from deepmesh.wire.link import Identity, LinkEvent, Mail, PeerDown, PeerUp
 from deepmesh.wire.sockets import Dialer, Listener
 
 RID = b"r" * 16
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def free_port() -> int:
@@ -42,7 +42,7 @@ class Hosts:
         path = self.folder / f"{name}.toml"
         path.write_text(
             f'[scheduler]\naddress = "{self.address}"\n'
-            "[links]\nheartbeat_s = 0.05\ntimeout_s = 0.5\n"
+            "[links]\nheartbeat_s = 0.05\ntimeout_s = 3.0\n"
             + (f'keys = "{name}"\n' if keys else "")
         )
         return load_config(path)

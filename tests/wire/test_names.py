@@ -28,7 +28,7 @@ class Resolver:
 
 
 def wait_for(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < deadline
 
@@ -49,7 +49,7 @@ def test_asking_never_waits_and_the_answer_comes_later() -> None:
     resolver = Resolver()
     lookup = Lookup("tcp://there:7000", resolver)
     lookup.ask()
-    assert resolver.asked.acquire(timeout=10)
+    assert resolver.asked.acquire(timeout=60)
     assert lookup.numeric("") == ""
     resolver.answers.put(["10.0.0.7", "10.0.0.8"])
     wait_for(lambda: lookup.numeric("") == "tcp://10.0.0.7:7000")
@@ -64,8 +64,8 @@ def test_a_question_that_hangs_holds_up_no_other() -> None:
     lookup.ask()  # too soon
     lookup._next_ask -= ASK_S
     lookup.ask()
-    assert resolver.asked.acquire(timeout=10)
-    assert resolver.asked.acquire(timeout=10)
+    assert resolver.asked.acquire(timeout=60)
+    assert resolver.asked.acquire(timeout=60)
     assert not resolver.asked.acquire(blocking=False)
     resolver.answers.put(["10.0.0.7"])  # of either; the other still hangs
     wait_for(lambda: lookup.numeric("") == "tcp://10.0.0.7:7000")
@@ -83,7 +83,7 @@ def test_a_name_that_is_gone_keeps_its_last_address_and_is_named_once(
             lookup._next_ask = 0.0
             before = threading.active_count()
             lookup.ask()
-            assert resolver.asked.acquire(timeout=10)
+            assert resolver.asked.acquire(timeout=60)
             wait_for(lambda before=before: threading.active_count() <= before)
     assert lookup.numeric("") == "tcp://10.0.0.7:7000"
     assert [record.getMessage() for record in caplog.records] == ["there: unknown"]

@@ -19,7 +19,7 @@ from deepmesh.wire.inbox import SLICE_S, AsyncInbox, Inbox
 from deepmesh.wire.link import LinkEvent
 from deepmesh.wire.sockets import Dialer, Identity, Listener, Mail, Peer, PeerDown, PeerUp
 
-LINKS = LinksConfig(heartbeat_s=0.05, timeout_s=0.5)
+LINKS = LinksConfig(heartbeat_s=0.05, timeout_s=2.0)
 RID = b"r" * 16
 MakeDialer = Callable[..., Dialer]
 
@@ -52,9 +52,9 @@ def dial(address: str) -> Iterator[MakeDialer]:
 def pump(
     until: Callable[[list[LinkEvent]], bool], *endpoints: Listener | Dialer
 ) -> list[LinkEvent]:
-    """Run the endpoints until `until(events so far)`; fails after 10 s."""
+    """Run the endpoints until `until(events so far)`; fails after 60 s."""
     seen: list[LinkEvent] = []
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not until(seen):
         assert time.monotonic() < deadline, seen
         poller = zmq.Poller()
