@@ -16,7 +16,7 @@ from deepmesh.run_dir import tail
 from deepmesh.supervisor import Mesh
 from deepmesh.wire import messages as m
 from deepmesh.wire.packed import pack_ids
-from tests.e2e.conftest import until
+from tests.e2e.conftest import store_links, until, wait_store_links
 from tests.e2e.wire_client import Answer, WireClient
 
 MODEL = Path(__file__).parents[2] / "models" / "tiny"
@@ -150,9 +150,11 @@ def outcome(answer: Answer) -> tuple[list[int], bytes, str]:
 def restart(mesh: Mesh) -> None:
     """Schedulers and executors lose all they have."""
     names = [n for n in mesh.pids if n.startswith(("scheduler", "executor"))]
+    links = store_links(mesh)
     killed = {name: mesh.kill(name) for name in names}
     for name, pid in killed.items():
         mesh.wait_restarted(name, pid)
+    wait_store_links(mesh, links, names)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 from deepmesh.supervisor import Mesh
 from deepmesh.telemetry import SPAN_PREFILL, new_traceparent, trace_id_of
 from deepmesh.waterfall import Waterfall, build, depths, find_trace, read_spans
-from tests.e2e.conftest import RunningMesh
+from tests.e2e.conftest import RunningMesh, store_links, wait_store_links
 from tests.e2e.probe import Probe
 from tests.tiny import VOCAB_SIZE
 
@@ -28,6 +28,8 @@ model = "{model}"
 port = 0
 [scheduler]
 audit = true
+store_lookup_s = 10.0
+store_load_s = 20.0
 [executor]
 ranks = 2
 [kvstore]
@@ -65,7 +67,7 @@ class Turn:
 
     def waterfall(self, mesh: Mesh) -> Waterfall:
         """Its trace, once the last process has written its part."""
-        trace_id, deadline = trace_id_of(self.traceparent), time.monotonic() + 20
+        trace_id, deadline = trace_id_of(self.traceparent), time.monotonic() + 60
         while True:
             spans = [s for s in read_spans(mesh.run_dir / "traces") if s.trace_id == trace_id]
             names = {span.name for span in spans}
@@ -87,11 +89,13 @@ def restart_engine(mesh: Mesh) -> None:
     """Scheduler and executors lose all they know."""
     config = mesh.config
     names = [name for name in mesh.pids if name.startswith(("scheduler", "executor"))]
+    links = store_links(mesh)
     pids = {name: mesh.kill(name) for name in names}
     for name, pid in pids.items():
         mesh.wait_restarted(name, pid)
     with Probe(config.scheduler_address(0), "tokenizer", config.links) as probe:
         probe.wait(lambda peer: peer.stats.ready, 90)
+    wait_store_links(mesh, links, names)
 
 
 @pytest.mark.timeout(240)
@@ -102,7 +106,7 @@ def test_a_turn_out_of_the_kvstore_is_one_tree_with_its_spans(mesh: Mesh) -> Non
     Turn(mesh.url, prompt)
     running.wait_idle()
     stored = NUM_TOKENS // BLOCK + 1  # all full blocks, and a point to resume at
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while running.total("deepmesh_stored_blocks_total") < stored:
         assert time.monotonic() < deadline, "not written through"
     restart_engine(mesh)

@@ -24,9 +24,11 @@ def test_a_rank_killed_at_any_moment_changes_no_bit(
         client = Client(mesh)
         client.wait_stats(lambda s: s.ready, 60)
         client.bits(mixed(254))  # kernels are built, caches are as full as they get
-        began = time.monotonic()
-        expected = client.bits(mixed(255))
-        took = time.monotonic() - began
+        took = float("inf")  # undisturbed, at best
+        for marker in (252, 253, 255):
+            began = time.monotonic()
+            expected = client.bits(mixed(marker))
+            took = min(took, time.monotonic() - began)
         amid = 0
         for trial in range(trials):
             victims = [rng.randrange(RANKS)]
@@ -47,8 +49,8 @@ def test_a_rank_killed_at_any_moment_changes_no_bit(
                 timer.start()
             bits = client.bits(mixed(trial))
             amid += bool(killed)
-            for timer in timers:
-                timer.join()
+            while any(timer.is_alive() for timer in timers):
+                client.settle(0.1)  # unheard for long, a client loses its link
             assert bits == expected, f"seed {SEED}, trial {trial}: ranks {victims}, {delay:.3f} s"
             for name, pid in killed:
                 if pid:

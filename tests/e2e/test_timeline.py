@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deepmesh.client import Client
-from deepmesh.live_client import LiveClient, State
+from deepmesh.live_client import LiveClient, Seen
 from deepmesh.supervisor import Mesh
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,14 +27,21 @@ ranks = 2
 KINDS = {"plan", "submit", "apply", "queued", "device", "collective", "readback", "detokenise"}
 
 
-def state(mesh: Mesh) -> State:
+def last_request(mesh: Mesh) -> Seen:
+    """The only one, once the map shows that it is over."""
+    give_up = time.monotonic() + 60
     with LiveClient(mesh.url) as live:
-        return next(live.states(0.25))
+        for state in live.states(0.25):
+            (seen,) = state.requests
+            if seen.state != "running":
+                return seen
+            assert time.monotonic() < give_up, seen
+    raise AssertionError("the feed has ended")
 
 
 def wait_for(mesh: Mesh, wanted: Callable[[dict[str, str]], bool]) -> None:
     """Until the map shows it; heartbeats take a moment."""
-    give_up = time.monotonic() + 20
+    give_up = time.monotonic() + 60
     with LiveClient(mesh.url) as live:
         for seen in live.states(0.25):
             found = {process.name: process.state for process in seen.processes}
@@ -54,7 +61,7 @@ def test_plan_n_plus_1_lies_under_device_step_n_and_a_killed_rank_shows(tmp_path
             list(client.stream_chat([{"role": "user", "content": "Hello"}], fields))
         with LiveClient(mesh.url) as live:
             trace = json.loads(live.trace(60))
-        (seen,) = state(mesh).requests
+        seen = last_request(mesh)
         assert (seen.state, seen.output_tokens) == ("done", 40)
         up = dict.fromkeys(mesh.pids, "up")
         wait_for(mesh, lambda found: found == up)
