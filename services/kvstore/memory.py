@@ -4,6 +4,7 @@ import logging
 import mmap
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from deepmesh.checksum import crc32
@@ -149,7 +150,8 @@ class MemoryTier:
 
     def close(self) -> None:
         """Unmap the file; removing it is the folder's work."""
-        self._map.close()
+        with suppress(BufferError):  # of an error on its way, which holds a view: its end unmaps
+            self._map.close()
         if self._fd >= 0:
             os.close(self._fd)
 

@@ -143,3 +143,13 @@ def test_what_is_on_disk_alone_comes_into_memory_in_one_go(tmp_path: Path) -> No
     orders.read(ME, BlocksRead(2))
     assert orders.num_open == 0
     disk.close()
+
+
+def test_an_error_that_holds_a_view_is_not_hidden_by_the_close_behind_it(tmp_path: Path) -> None:
+    memory = MemoryTier(tmp_path / "pool", 1 << 20)
+    orders = make_orders(memory)
+    put(orders, block(1))
+    view = memory.view(key_of(block(1)[0]), block(1)[0].checksum)
+    assert view is not None
+    memory.close()
+    assert bytes(view) == block(1)[1]
