@@ -148,8 +148,9 @@ def test_what_is_on_disk_alone_comes_into_memory_in_one_go(tmp_path: Path) -> No
 def test_an_error_that_holds_a_view_is_not_hidden_by_the_close_behind_it(tmp_path: Path) -> None:
     memory = MemoryTier(tmp_path / "pool", 1 << 20)
     orders = make_orders(memory)
-    put(orders, block(1))
-    view = memory.view(key_of(block(1)[0]), block(1)[0].checksum)
+    item, payload = block(1)
+    put(orders, (item, payload))
+    view = memory.view(key_of(item.hash, item.kind), item.checksum)
     assert view is not None
     memory.close()
-    assert bytes(view) == block(1)[1]
+    assert bytes(view) == payload
