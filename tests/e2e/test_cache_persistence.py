@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deepmesh.run_dir import tail
 from deepmesh.supervisor import Mesh
-from tests.e2e.conftest import until
+from tests.e2e.conftest import store_links, until, wait_store_links
 from tests.e2e.test_kvstore_mesh import CHUNK_ALIGN, CONFIG, MODEL, essay, metric
 
 TIERS = ("device", "memory", "disk", "shared")
@@ -91,12 +91,13 @@ def num_loads(mesh: Mesh) -> int:
 def kill(mesh: Mesh, *names: str) -> None:
     """All at once; back when they are back, and the scheduler has a new engine: who asks before it
     has noticed is served by the old one's cache."""
-    before = num_loads(mesh)
+    before, links = num_loads(mesh), store_links(mesh)
     killed = {name: mesh.kill(name) for name in names}
     for name, pid in killed.items():
         mesh.wait_restarted(name, pid)
     if any(not name.startswith("kvstore") for name in names):
         until(lambda: num_loads(mesh) > before, "a new engine", 60)
+    wait_store_links(mesh, links, names)
 
 
 def wait_stored(mesh: Mesh) -> None:

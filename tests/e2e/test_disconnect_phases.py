@@ -37,6 +37,7 @@ fake_mask_ms = 0.1
 HELLO = [{"role": "user", "content": "Hello"}]
 LONG = {"max_tokens": 3000, "ignore_eos": True}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+PREFILL: dict[str, object] = {"prompt": [9] * 7000, "max_tokens": 1000, "ignore_eos": True}
 CHAT = ("/v1/chat/completions", {"messages": HELLO, **LONG})
 PHASES: dict[str, tuple[str, dict[str, object]]] = {
     "decode": (CHAT[0], {**CHAT[1], "stream": True}),
@@ -48,8 +49,8 @@ PHASES: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "decode, responses": ("/v1/responses", {"input": "x", "stream": True, "ignore_eos": True}),
     "decode, messages": ("/v1/messages", {"messages": HELLO, "stream": True, **LONG}),
-    "prefill": ("/v1/completions", {"prompt": [9] * 7000, "stream": True}),
-    "prefill, plain": ("/v1/completions", {"prompt": [9] * 7000}),
+    "prefill": ("/v1/completions", {**PREFILL, "stream": True}),
+    "prefill, plain": ("/v1/completions", PREFILL),
 }
 
 
@@ -110,4 +111,4 @@ def test_a_request_that_waits_leaves_the_queue(slow: RunningMesh, stream: bool) 
 def test_nobody_is_left(slow: RunningMesh) -> None:
     """Runs last in this file."""
     slow.wait_idle()
-    assert slow.total("deepmesh_streams_running") == 0
+    slow.wait_total("deepmesh_streams_running", 0)

@@ -14,7 +14,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from deepmesh.supervisor import Mesh
-from tests.e2e.conftest import until
+from tests.e2e.conftest import RunningMesh, until
 
 pytestmark = pytest.mark.alone  # loads are compared
 
@@ -38,6 +38,8 @@ def replicas(folder: Path, executor: str) -> Iterator[Mesh]:
     with Mesh(path) as mesh:
         router_log = mesh.run_dir / "logs" / "router-0.log"
         until(lambda: "tokenizer-0 is up" in router_log.read_text(), "the tokenizer's link")
+        running = RunningMesh(mesh, path)
+        until(lambda: running.total("deepmesh_replica_ready") == 2, "both replicas")
         yield mesh
 
 
@@ -143,6 +145,9 @@ def test_skewed_prompts_load_both_replicas_alike(mesh: Mesh) -> None:
         )
         loads[name] = TOKEN * (prompt - cached) + ROW * output
     assert max(loads.values()) <= 1.15 * sum(loads.values()) / len(loads), loads
-    decisions = figures(mesh, "deepmesh_router_decisions_total", "reason")
-    assert decisions["hit"] > 0
-    assert sum(decisions.values()) >= len(requests)
+
+    def decisions() -> dict[str, float]:
+        return figures(mesh, "deepmesh_router_decisions_total", "reason")
+
+    until(lambda: sum(decisions().values()) >= len(requests), "the router's heartbeat")
+    assert decisions()["hit"] > 0

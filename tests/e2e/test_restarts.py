@@ -59,7 +59,7 @@ def serves(mesh: Mesh) -> bool:
     return httpx.get(mesh.url + "/ready", timeout=10).status_code == 200
 
 
-def wait_until(holds: Callable[[], bool], timeout_s: float = 20) -> None:
+def wait_until(holds: Callable[[], bool], timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < deadline

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from deepmesh.supervisor import Mesh
-from tests.e2e.conftest import MODEL_FOLDER, RunningMesh
+from tests.e2e.conftest import MODEL_FOLDER, RunningMesh, until
 from tests.e2e.http_streams import Json, Stream, Streams
 
 pytestmark = pytest.mark.long
@@ -101,7 +101,7 @@ def expected(mesh: RunningMesh) -> list[Stream]:
     streams = asyncio.run(storm(mesh.mesh, None))
     for stream in streams:
         check(stream)
-    assert mesh.total("deepmesh_preemptions_total") > 0
+    until(lambda: mesh.total("deepmesh_preemptions_total") > 0, "preemptions")
     return streams
 
 
@@ -125,5 +125,7 @@ def test_a_preempted_output_is_that_of_a_roomy_mesh(
     path.write_text(roomy.format(run_dir=folder / "run", model=Path(MODEL_FOLDER)))
     with Mesh(path) as mesh:
         found = asyncio.run(storm(mesh, None))
-        assert RunningMesh(mesh, path).total("deepmesh_preemptions_total") == 0
+        roomy_mesh = RunningMesh(mesh, path)
+        roomy_mesh.wait_idle()
+        assert roomy_mesh.total("deepmesh_preemptions_total") == 0
     assert [stream.text for stream in found] == [stream.text for stream in expected]

@@ -32,7 +32,7 @@ class WireClient:
         self._inbox = Inbox(self._dialer)
         self.answers: dict[bytes, Answer] = {}
         self._aborts: dict[bytes, int] = {}
-        self._until(lambda: self._dialer.peer is not None, 30)
+        self._until(lambda: self._dialer.peer is not None, 60)
 
     def run(
         self,
@@ -70,7 +70,7 @@ class WireClient:
         replicas = self._dialer.peer.stats.replicas
         return replicas[0] if replicas else m.ReplicaStats("", False)
 
-    def wait_stats(self, holds: "object", timeout_s: float = 20) -> m.ReplicaStats:
+    def wait_stats(self, holds: "object", timeout_s: float = 60) -> m.ReplicaStats:
         """Wait until a heartbeat's figures satisfy `holds(stats)`."""
         assert callable(holds)
         self._until(lambda: bool(holds(self.stats)), timeout_s)
