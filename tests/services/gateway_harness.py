@@ -266,6 +266,8 @@ def running_mesh(
     try:
         for tokenizer in mesh.tokenizers:
             tokenizer.linked()
+        known = mesh.server.gateway.tokenizers  # its side of the links, a moment later
+        until(lambda: sum(peer.stats.ready for peer in known.peers) == tokenizers)
         yield mesh
     finally:
         mesh.stop()

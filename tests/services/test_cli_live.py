@@ -16,7 +16,7 @@ from deepmesh.cli.top import picture
 from deepmesh.live_client import Device, Figures, News, Process, State
 from deepmesh.recorder import Kind
 from deepmesh.wire.messages import GetRecords, Records, StepKind, StepNote, Submit
-from tests.services.gateway_harness import Mesh, running_mesh, until
+from tests.services.gateway_harness import Mesh, running_mesh
 
 RID = bytes(range(16))
 MS = 1_000_000
@@ -116,7 +116,6 @@ def test_top_shows_processes_groups_and_requests(tmp_path: Path) -> None:
         submit = mesh.tokenizer.expect(Submit)
         mesh.tokenizer.finish(submit, 0, b"data: 1\n\n")
         client.getresponse().read()
-        until(lambda: mesh.get("/ready")[0].status == 200)
         url = ["--url", mesh.server.url]
         plain = CliRunner().invoke(app, ["top", "--once", *url], env={"COLUMNS": "160"})
         as_json = CliRunner().invoke(app, ["top", "--json", *url])
