@@ -102,7 +102,7 @@ def test_a_tenant_finds_its_own_prefixes_in_every_tier_and_no_other_ones(
         if tier == "shared":
             assert "blocks and points" in cache(mesh, "flush")
         while not cached_tokens(mesh, first, spares.pop()):  # not all links are up yet
-            mesh.mesh.wait_for(lambda: False, 0.2)
+            mesh.mesh.wait_for(lambda: False, 0.5)
         for prompt in PROMPTS:
             assert cached_tokens(mesh, first, prompt) > 0, tier
     for prompt in PROMPTS:

@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,12 @@ class Killer(threading.Thread):
                 return
 
 
+def _prefill_back(mesh: Mesh, killer: Killer) -> None:
+    """From here on prompts are handed over."""
+    killer.join(60)
+    settled_at(mesh, 0)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(420)
 def test_kills_of_either_side_change_no_token_and_leak_nothing(tmp_path: Path) -> None:
@@ -56,8 +63,11 @@ def test_kills_of_either_side_change_no_token_and_leak_nothing(tmp_path: Path) -
                 got = client.run(requests)
                 rounds.append([outcome(got[request.rid]) for request in requests])
             killer.is_over.set()
-            killer.join(60)
-            settled_at(mesh, 0)  # the prefill group is back: from here on prompts are handed over
+            with ThreadPoolExecutor(1) as pool:
+                back = pool.submit(_prefill_back, mesh, killer)
+                while not back.done():
+                    client.settle(0.1)  # unheard for long, a client loses its link
+                back.result()
             client.tell(m.FlushCache())
             amid = settled(client).handovers
             rounds.append(run(client, asked(200, PREFILLER)).bits)
