@@ -45,8 +45,8 @@ from deepmesh.wire.messages import (
 from deepmesh.wire.packed import pack_ids
 from deepmesh.wire.sockets import Dialer, Listener
 
-PATIENCE_S = 10.0  # bounds every wait; nothing takes nearly so long
-LINKS = LinksConfig(heartbeat_s=0.05, timeout_s=5.0)
+PATIENCE_S = 60.0  # bounds every wait; nothing takes nearly so long
+LINKS = LinksConfig(heartbeat_s=0.05, timeout_s=20.0)
 Endpoint = Listener | Dialer
 M = TypeVar("M")
 

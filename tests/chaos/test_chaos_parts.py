@@ -151,8 +151,8 @@ def test_the_proxy_forwards_holds_and_breaks_connections(proxy: Path) -> None:
         who, *frames = back.recv_multipart()
         assert frames == [b"1", large]
 
-        order(proxy, kind="hold", s=1.0)
         began_s = time.monotonic()
+        order(proxy, kind="hold", s=1.0)
         back.send_multipart([who, b"2"])
         assert front.recv() == b"2"
         assert time.monotonic() - began_s > 0.8

@@ -18,7 +18,7 @@ import msgpack
 import zmq
 
 PAGE = Path(__file__).parents[2] / "docs/wire.md"
-PATIENCE_S = 15.0
+PATIENCE_S = 60.0
 BEAT_S = 0.3
 Message = list[Any]
 

@@ -100,7 +100,7 @@ def test_one_sent_again_goes_to_the_same_scheduler(mesh: Mesh) -> None:
 
 def test_a_draining_scheduler_gets_nothing_new(mesh: Mesh) -> None:
     say(mesh.schedulers[0], draining=True)
-    mesh.wire.quiet(1.0)
+    mesh.wire.quiet(3.0)
     rids = [mesh.generate() for _ in range(4)]
     mesh.wait(4)
     assert mesh.rids_at(1) == set(rids)
@@ -110,7 +110,7 @@ def test_a_draining_scheduler_gets_nothing_new(mesh: Mesh) -> None:
 def test_without_a_ready_scheduler_requests_wait(mesh: Mesh) -> None:
     for scheduler in mesh.schedulers:
         say(scheduler, ready=False)
-    mesh.wire.quiet(1.0)
+    mesh.wire.quiet(3.0)
     rids = [mesh.generate() for _ in range(3)]
     mesh.wire.quiet(0.5)
     assert not mesh.arrived(0) + mesh.arrived(1)
@@ -125,7 +125,7 @@ def test_what_a_dead_scheduler_had_not_accepted_goes_to_the_other(mesh: Mesh) ->
     mesh.wait(6)
     lost = [m.rid for m in mesh.arrived(0)]
     mesh.over(lost[0], done=False)  # accepted: its tokenizer has it
-    mesh.wire.quiet(0.3)
+    mesh.wire.quiet(1.0)
     mesh.schedulers[0].close()
     mesh.schedulers[0].guests.clear()
     mesh.wire.until(lambda: set(lost[1:]) <= mesh.rids_at(1), "the failover", GONE_S)

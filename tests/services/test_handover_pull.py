@@ -80,7 +80,7 @@ class Executor:
             self._is_open = False
             self.transfers.close()
 
-    def run(self, order: StoreBlocks | LoadBlocks, *, timeout_s: float = 10.0) -> OpDone:
+    def run(self, order: StoreBlocks | LoadBlocks, *, timeout_s: float = 60.0) -> OpDone:
         """Give an order and wait for its end."""
         self.transfers.order(order)
         until = time.monotonic() + timeout_s

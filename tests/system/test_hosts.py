@@ -178,7 +178,7 @@ def test_a_prompt_computed_on_one_host_is_answered_on_another(mesh: Mesh) -> Non
     handed = ask(mesh.url, LONG, "one")
     again = ask(mesh.url, LONG, "two")
     assert handed == again
-    mesh.wait(lambda: mesh.total("deepmesh_handovers_loaded_total") < 2, "hand-overs", 10.0)
+    mesh.wait(lambda: mesh.total("deepmesh_handovers_loaded_total") < 2, "hand-overs", 60.0)
     assert mesh.total("deepmesh_handover_bytes_total") > 1e5
     assert mesh.total("deepmesh_handovers_failed_total") == 0
 
@@ -206,9 +206,9 @@ def test_an_unlisted_key_and_a_plain_peer_are_refused_and_the_log_says_so(mesh: 
         host = mesh.host_of(name)
         assert host in (groups, store)
         unlisted = f"refused a link from {edge.address}: its key is not on the allow-list"
-        mesh.wait(lambda n=name, words=unlisted: words not in mesh.log(n), unlisted, 10.0)
+        mesh.wait(lambda n=name, words=unlisted: words not in mesh.log(n), unlisted, 60.0)
         plain = "or does not encrypt"
-        mesh.wait(lambda n=name, words=plain: words not in mesh.log(n), plain, 10.0)
+        mesh.wait(lambda n=name, words=plain: words not in mesh.log(n), plain, 60.0)
 
 
 @pytest.mark.parametrize("number", [2, 1])
@@ -219,12 +219,12 @@ def test_a_cut_cable_loses_no_token_and_the_host_is_used_again(
         load.wait_whole(4)
         mesh.network.set_link(number, "down")
         try:
-            mesh.wait(lambda: not mesh._missing(), "the edge notices", 15.0)
+            mesh.wait(lambda: not mesh._missing(), "the edge notices", 60.0)
             load.wait_whole(4)  # by the groups that are left
             threading.Event().wait(CUT_S)
         finally:
             mesh.network.set_link(number, "up")
-        took = mesh.wait_whole(30.0)
+        took = mesh.wait_whole(90.0)
         load.wait_whole(4)
     load.check(least=12)
     assert load.counts["retried"] == 0  # no client has to know

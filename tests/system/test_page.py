@@ -22,6 +22,7 @@ FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 FLAGS += ["--disable-component-update", "--disable-sync"]
 KEY = "sk-page"
 WAIT_MS = 30_000
+expect.set_options(timeout=WAIT_MS)
 CONFIG = """
 [mesh]
 name = "page"
