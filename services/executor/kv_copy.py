@@ -3,12 +3,14 @@
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deepmesh.checksum import crc32
 from deepmesh.wire.messages import Pool
 
 if TYPE_CHECKING:  # executors without a model need no torch
@@ -39,6 +41,35 @@ class BlockBuffer(NamedTuple):
     buffer: Place
 
 
+@dataclass(slots=True, eq=False)
+class CopyGroup:
+    """The blocks of one payload, and whether its checksum is taken beside the copies.
+
+    Where blocks are host memory its bytes are in the cache then; another thread would have to read
+    them from memory once more, twice for a load.
+    """
+
+    buffers: Sequence[BlockBuffer]
+    memory: Bytes | None = None  # all of it; None: no checksum is taken
+    expected: int | None = None  # of a load: other bytes are not copied
+    checksum: int | None = None  # CRC-32 as last taken
+
+    def run(self, blocks: BlockStore, *, to_device: bool) -> None:
+        """Copy; called by the stream's thread."""
+        memory = self.memory
+        if memory is not None and self.expected is not None:
+            self.checksum = crc32(memory.data)
+            if self.checksum != self.expected:
+                return
+        for pool, block, buffer in self.buffers:
+            if to_device:
+                blocks.import_block(pool, block, buffer)
+            else:
+                blocks.export_block(pool, block, buffer)
+        if memory is not None:
+            self.checksum = crc32(memory.data)
+
+
 class _State(Enum):
     WAITING = 0
     RUNNING = 1
@@ -56,7 +87,7 @@ class BlockCopy:
 
     def __init__(
         self,
-        items: Sequence[BlockBuffer],
+        groups: Sequence[CopyGroup],
         *,
         to_device: bool,
         engine_epoch: int,
@@ -66,7 +97,7 @@ class BlockCopy:
         self.engine_epoch, self.after_step = engine_epoch, after_step
         self.ok = False  # once ended
         self.to_device = to_device
-        self._items, self._on_end = items, on_end
+        self.groups, self._on_end = groups, on_end
         self._state = _State.WAITING
         self._lock = threading.Lock()
 
@@ -84,14 +115,11 @@ class BlockCopy:
                 return
             self._state = _State.RUNNING
         try:
-            for pool, block, buffer in self._items:
-                if self.to_device:
-                    blocks.import_block(pool, block, buffer)
-                else:
-                    blocks.export_block(pool, block, buffer)
+            for group in self.groups:
+                group.run(blocks, to_device=self.to_device)
             self.ok = True
         except (IndexError, ValueError):  # a block that is not there: the order is wrong
-            _log.exception("a copy of %d blocks failed", len(self._items))
+            _log.exception("a copy of %d payloads failed", len(self.groups))
         with self._lock:
             self._state = _State.ENDED
         self._on_end(self)

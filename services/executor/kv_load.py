@@ -11,7 +11,7 @@ import numpy as np
 
 from deepmesh.checksum import crc32
 from deepmesh.wire.messages import Blocks, BlocksRead, GetBlocks, KvItem, KvStatus, KvTier
-from services.executor.kv_copy import Bytes
+from services.executor.kv_copy import Bytes, CopyGroup
 from services.executor.kv_file import MappedFile
 from services.executor.kv_link import Answer
 from services.executor.kv_ops import Op, Payload
@@ -94,7 +94,18 @@ class LoadOp(Op):
             self._put_back(rest)
 
     def _before_piece(self, piece: list[Payload]) -> list[Payload]:
+        if self._sums_on_stream:
+            return piece
         return [payload for payload in piece if self._is_good(payload)]
+
+    def _group(self, payload: Payload) -> CopyGroup:
+        checksum = self._checksums.get(payload.at) if self._sums_on_stream else None
+        memory = payload.bytes if checksum is not None else None
+        return CopyGroup(payload.buffers(), memory, checksum)
+
+    @property
+    def _sums_on_stream(self) -> bool:
+        return self.road.sums_on_stream and isinstance(self._file, MappedFile)
 
     def _after_piece(self, piece: list[Payload]) -> None:
         for payload in piece:
@@ -102,8 +113,13 @@ class LoadOp(Op):
 
     def _is_good(self, payload: Payload) -> bool:
         """Whether its place in the file, if it is there, holds what it should."""
-        checksum, file = self._checksums.get(payload.at), self._file
-        if checksum is None or (file is not None and file.checksum(payload.place) == checksum):
+        checksum, file, group = self._checksums.get(payload.at), self._file, payload.group
+        if checksum is None:
+            return True
+        taken = group.checksum if group is not None else None
+        if taken is None and file is not None:
+            taken = file.checksum(payload.place)
+        if taken == checksum:
             return True
         self._damaged.append(self._payloads.index(payload))
         self._status = KvStatus.MISS

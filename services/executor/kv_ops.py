@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from deepmesh.wire.messages import KvMove, KvStatus, LoadBlocks, OpDone, Pool, StoreBlocks
-from services.executor.kv_copy import BlockBuffer, BlockCopy, Bytes, Place
+from services.executor.kv_copy import BlockBuffer, BlockCopy, Bytes, CopyGroup, Place
 from services.executor.kv_link import Answer, StoreLink
 
 Order = StoreBlocks | LoadBlocks
@@ -27,7 +27,8 @@ class Road(NamedTuple):
 
     block_bytes: tuple[int, int, int]  # by pool
     chunk_bytes: int  # of a piece
-    start_copy: Callable[["Op", Sequence[BlockBuffer]], BlockCopy]
+    sums_on_stream: bool  # checksums are taken where the copies are
+    start_copy: Callable[["Op", Sequence[CopyGroup]], BlockCopy]
     take_memory: Callable[[int], Bytes]
     give_memory: Callable[[Bytes], None]
 
@@ -41,6 +42,7 @@ class Payload:
     parts: Parts
     num_bytes: int
     memory: "Place | None" = field(default=None, repr=False)
+    group: CopyGroup | None = field(default=None, repr=False)  # once it is being copied
 
     @property
     def place(self) -> Place:
@@ -54,16 +56,17 @@ class Payload:
         assert isinstance(self.memory, np.ndarray)
         return self.memory
 
-    def add_buffers(self, to: list[BlockBuffer]) -> None:
+    def buffers(self) -> list[BlockBuffer]:
         """Its blocks, one after another."""
         memory, blocks = self.place, self.move.blocks
         if len(self.parts) == 1:
-            to.append(BlockBuffer(*blocks[0], memory))
-            return
+            return [BlockBuffer(*blocks[0], memory)]
+        found: list[BlockBuffer] = []
         at = 0
         for (pool, block), (_, size) in zip(blocks, self.parts, strict=False):
-            to.append(BlockBuffer(pool, block, memory[at : at + size]))
+            found.append(BlockBuffer(pool, block, memory[at : at + size]))
             at += size
+        return found
 
 
 class Op:
@@ -177,6 +180,10 @@ class Op:
         """Which of these may be copied after all."""
         return piece
 
+    def _group(self, payload: Payload) -> CopyGroup:
+        """What the stream's thread does for it."""
+        return CopyGroup(payload.buffers())
+
     def _after_piece(self, piece: list[Payload]) -> None:
         raise NotImplementedError
 
@@ -224,11 +231,12 @@ class Op:
             piece = self._before_piece(self._pieces.popleft())
             if not piece:
                 continue
-            buffers: list[BlockBuffer] = []
+            groups: list[CopyGroup] = []
             for payload in piece:
-                payload.add_buffers(buffers)
+                payload.group = self._group(payload)
+                groups.append(payload.group)
                 self.num_bytes += payload.num_bytes
-            self._copies[self.road.start_copy(self, buffers)] = piece
+            self._copies[self.road.start_copy(self, groups)] = piece
 
     def _payload(self, index: int) -> Payload:
         move, sizes = self.order.moves[index], self.road.block_bytes

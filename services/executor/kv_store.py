@@ -13,6 +13,7 @@ from deepmesh.wire.messages import (
     Reserve,
     Reserved,
 )
+from services.executor.kv_copy import CopyGroup
 from services.executor.kv_link import Answer
 from services.executor.kv_ops import Op, Payload
 
@@ -79,13 +80,19 @@ class StoreOp(Op):
         else:
             self.begin()
 
+    def _group(self, payload: Payload) -> CopyGroup:
+        memory = payload.bytes if self.road.sums_on_stream else None
+        return CopyGroup(payload.buffers(), memory)
+
     def _after_piece(self, piece: list[Payload]) -> None:
         for payload in piece:
             extents = self._places.get(payload.at, [])
             if payload.at not in self._direct and not self._write(extents, payload):
                 extents = []
                 self._attached[payload.at] = payload.bytes.tobytes()
-            move, checksum = payload.move, crc32(payload.bytes.data)
+            move, group = payload.move, payload.group
+            taken = group.checksum if group is not None else None
+            checksum = crc32(payload.bytes.data) if taken is None else taken
             self._items[payload.at] = KvItem(
                 move.hash, move.kind, payload.parts, checksum, extents=extents
             )

@@ -24,7 +24,7 @@ from deepmesh.wire.sockets import Mail, PeerDown, PeerUp
 from services.executor.handover_area import HandoverArea
 from services.executor.handover_export import ExportOp
 from services.executor.handover_server import HandoverServer
-from services.executor.kv_copy import BlockBuffer, BlockCopy, Bytes
+from services.executor.kv_copy import BlockCopy, Bytes, CopyGroup
 from services.executor.kv_link import StoreLink
 from services.executor.kv_load import LoadOp
 from services.executor.kv_ops import Op, Order, Road
@@ -102,6 +102,7 @@ class KvTransfers:
         addresses += pulls_from
         self._name = name
         settings = config.executor
+        self._sums_on_stream = settings.device != "cuda"  # a GPU's thread has steps to launch
         device = settings.device if settings.handover == "device" else ""
         self._links = [
             StoreLink(at, me, config.links, ServiceStats, device=device) for at in addresses
@@ -299,7 +300,12 @@ class KvTransfers:
             self._refuse(ordered, KvStatus.ERROR)
             return
         road = Road(
-            self._block_bytes, self._chunk_bytes, self._start_copy, self._take, self._memory.append
+            self._block_bytes,
+            self._chunk_bytes,
+            self._sums_on_stream,
+            self._start_copy,
+            self._take,
+            self._memory.append,
         )
         of, until = ordered.generation, ordered.deadline_s
         if area is not None:
@@ -336,9 +342,9 @@ class KvTransfers:
 
     # ------------------------------------------------------------ what ops ask for
 
-    def _start_copy(self, op: Op, buffers: Sequence[BlockBuffer]) -> BlockCopy:
+    def _start_copy(self, op: Op, groups: Sequence[CopyGroup]) -> BlockCopy:
         copy = BlockCopy(
-            buffers,
+            groups,
             to_device=op.is_load,
             engine_epoch=op.order.engine_epoch,
             after_step=op.order.after_step,

@@ -32,7 +32,7 @@ from services.executor.gpu.forwards import ModelForwards
 from services.executor.gpu.model import load_device_model
 from services.executor.gpu.stream import HostStream, Mark
 from services.executor.interface import DeviceLost, Engine, OnProgress
-from services.executor.kv_copy import BlockBuffer, BlockCopy
+from services.executor.kv_copy import BlockBuffer, BlockCopy, CopyGroup
 from services.executor.runner import Model, ModelEngine
 from services.executor.service import ExecutorService
 from services.executor.stream import StreamExecutor
@@ -345,7 +345,7 @@ def test_blocks_leave_and_come_back_beside_steps_in_flight(
         ended = threading.Event()
         items = [BlockBuffer(pool, blocks[pool][i], data) for (pool, i), data in bytes_of.items()]
         order = BlockCopy(
-            items,
+            [CopyGroup(items)],
             to_device=to_device,
             engine_epoch=host.epoch,
             after_step=first,
