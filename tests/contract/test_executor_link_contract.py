@@ -260,7 +260,7 @@ def test_reset_abandons_the_epoch_before(host: Host) -> None:
     host.reset()
     host.submit(epoch=old, skip=True)  # late: dropped
     again = host.admit(prompt(15), 5)
-    host.wire.quiet(0.3)
+    host.wire.quiet(1.0)
     results = [m for m in host.executor.mail if m.tag == "StepResult"]
     assert {m.engine_epoch for m in results} <= {old}  # of steps that were done before
     assert host.step_id + 1 not in {m.step_id for m in results}

@@ -10,7 +10,7 @@ import pytest
 from tests.contract.raw import Dealer, Router, Wire, make
 from tests.contract.targets import Target
 
-GONE_S = 8.0
+GONE_S = 60.0
 
 
 class Mesh:

@@ -135,12 +135,12 @@ def test_an_ended_request_is_replayed_until_it_is_acknowledged(wire: Wire, peer:
 
 
 def test_a_running_request_moves_to_whom_attaches(wire: Wire, peer: Peer) -> None:
-    rid = peer.generate(max_tokens=300)
+    rid = peer.generate(max_tokens=800)
     peer.grown(rid, 10)
     other = Peer(wire, peer.link.address)
     other.link.send(make("Attach", rid=rid, attempt=1, reply_to=other.name, from_pos=0))
-    assert other.end(rid).final_pos == 300
-    assert len(other.output(rid)) == 300
+    assert other.end(rid).final_pos == 800
+    assert len(other.output(rid)) == 800
     assert other.output(rid)[: len(peer.output(rid))] == peer.output(rid)
     assert not peer.ends(rid)
 
