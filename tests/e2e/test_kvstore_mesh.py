@@ -270,4 +270,4 @@ def test_the_next_turn_after_a_restart_is_served_from_the_store(tmp_path: Path) 
         assert computed <= CHUNK_ALIGN + new_tokens
         least, name = first.prompt_tokens - CHUNK_ALIGN, "deepmesh_store_hit_tokens_total"
         until(lambda: metric(mesh, name) >= least, f"{least} tokens out of the store")
-        assert 1.5 * again.first_s <= cold.first_s  # 3 and more, with cores of its own
+        assert 3 * again.first_s <= cold.first_s
