@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -123,6 +124,51 @@ class BlockCopy:
         with self._lock:
             self._state = _State.ENDED
         self._on_end(self)
+
+
+class SideCopies:
+    """A thread for copies that need not wait for a step's end.
+
+    Of host memory only: loads fill blocks that no step in flight can touch, so a step that takes
+    long holds none of them up.
+    """
+
+    def __init__(self, blocks: BlockStore) -> None:
+        self._blocks = blocks
+        self._epoch = 0
+        self._waiting: SimpleQueue[tuple[int, BlockCopy] | None] = SimpleQueue()
+        self._running = threading.Lock()
+        self._thread = threading.Thread(target=self._work, name="device-loads", daemon=True)
+        self._thread.start()
+
+    def add(self, copy: BlockCopy) -> None:
+        """One more, behind the others."""
+        self._waiting.put((self._epoch, copy))
+
+    def cancel(self) -> None:
+        """None of them begins any more; one may run until `settle` returns."""
+        self._epoch += 1
+
+    def settle(self) -> None:
+        """Wait for the end of the one that runs. Not under a lock that the end of a copy takes."""
+        with self._running:
+            pass
+
+    def close(self, timeout_s: float) -> bool:
+        """End the thread; whether it has."""
+        self.cancel()
+        self._waiting.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        while (found := self._waiting.get()) is not None:
+            epoch, copy = found
+            with self._running:
+                if epoch == self._epoch:
+                    copy.run(self._blocks)
+                else:
+                    copy.cancel()
 
 
 class CopyQueue:

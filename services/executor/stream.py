@@ -32,7 +32,7 @@ from services.executor.interface import (
     OnProgress,
     PlacingEngine,
 )
-from services.executor.kv_copy import BlockCopy, CopyQueue
+from services.executor.kv_copy import BlockCopy, CopyQueue, SideCopies
 from services.executor.outcome import Outcome
 from services.executor.slots import SlotTable
 
@@ -102,6 +102,8 @@ class StreamExecutor:
         self._ops_done: list[tuple[int, int]] = []
         self._cancelled: list[NDArray[np.void]] = []
         self._launcher = engine if isinstance(engine, LaunchEngine) else None
+        # Where steps are launched the device orders the copies, and its steps hold no thread up.
+        self._side = SideCopies(engine) if self._launcher is None else None
         self._flights = Flights() if self._launcher is not None else None
         self._worker = threading.Thread(target=self._work, name="device-stream", daemon=True)
         self._worker.start()
@@ -133,9 +135,13 @@ class StreamExecutor:
                     self._engine.place(step, self._report)
                 return
             if isinstance(step, BlockCopy):
-                if step.engine_epoch == self._epoch and self._capacity is not None:
-                    self._copies.add(step)
-                    self._changed.notify_all()
+                if step.engine_epoch != self._epoch or self._capacity is None:
+                    return
+                if self._side is not None and step.to_device and not step.after_step:
+                    self._side.add(step)
+                    return
+                self._copies.add(step)
+                self._changed.notify_all()
                 return
             if step.engine_epoch != self._epoch or self._capacity is None:
                 self.counters["stale_steps"] += 1
@@ -178,6 +184,8 @@ class StreamExecutor:
             self._epoch, self._group_lost = engine_epoch, ""
             self._queue.clear()
             self._copies.cancel()
+            if self._side is not None:
+                self._side.cancel()
             self._copies = CopyQueue()
             self._results.clear()
             self._cancelled.clear()
@@ -186,6 +194,8 @@ class StreamExecutor:
             self._slots = None  # also when the number repeats: a new epoch has empty slots
             self._engine.begin_epoch(engine_epoch)
             self._changed.notify_all()
+        if self._side is not None:
+            self._side.settle()  # before a step of the new epoch can use its blocks
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
         """End the worker; queued steps are abandoned. See `Executor`."""
@@ -196,6 +206,8 @@ class StreamExecutor:
             self._changed.notify_all()
         self._engine.close()
         is_landed = self._flights is None or self._flights.close(timeout_s)
+        if self._side is not None:
+            is_landed = self._side.close(timeout_s) and is_landed
         self._worker.join(timeout_s)
         return is_landed and not self._worker.is_alive()
 

@@ -1,9 +1,11 @@
 """Stores and loads of an executor against a real kvstore: contents, order, losses, epochs."""
 
+import queue
 import signal
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from deepmesh.config import Config
@@ -18,7 +20,14 @@ from deepmesh.wire.messages import (
 )
 from services.executor.fake import FakeEngine
 from services.executor.interface import LiveRows, Sampled
-from services.executor.kv_copy import BlockCopy, CopyQueue
+from services.executor.kv_copy import (
+    BlockBuffer,
+    BlockCopy,
+    CopyGroup,
+    CopyQueue,
+    Place,
+    SideCopies,
+)
 from services.executor.slots import SlotTable
 from tests.services import kvstore_harness
 from tests.services.executor_kv_rig import POINT, PROMPT, block, make_config, name, rig
@@ -130,6 +139,62 @@ def test_a_step_waits_for_one_copy_at_most() -> None:
     assert copies.take_ready(1, is_step_waiting=True) is None, "the step's turn"
     assert copies.take_ready(1, is_step_waiting=True) is made[1]
     assert copies.take_ready(1, is_step_waiting=False) is made[2]
+
+
+def test_a_load_does_not_wait_for_the_step_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tmp_path)
+    with kvstore_harness.running(config), rig(config) as made:
+        wanted = made.write(Pool.GLOBAL, 1, seed=1)
+        assert made.done(made.store(block(0, 1))).status is KvStatus.OK
+        go_on, compute = threading.Event(), made.engine.compute
+
+        def slow(live: LiveRows, slots: SlotTable, step: SubmitStep) -> Sampled:
+            go_on.wait(60)
+            return compute(live, slots, step)
+
+        monkeypatch.setattr(made.engine, "compute", slow)
+        made.host.submit(made.host.row(made.host.admit(PROMPT, 2)))
+        assert made.done(made.load(block(0, 60))).status is KvStatus.OK
+        assert not go_on.is_set(), "the step runs still"
+        assert made.bytes_of(Pool.GLOBAL, 60) == wanted
+        go_on.set()
+        made.host.take()
+
+
+def test_loads_of_an_older_epoch_end_before_a_new_one_begins() -> None:
+    began, go_on = threading.Event(), threading.Event()
+    written: list[int] = []
+
+    class Blocks:
+        def import_block(self, pool: Pool, block: int, data: Place) -> None:
+            began.set()
+            go_on.wait(60)
+            written.append(block)
+
+        def export_block(self, pool: Pool, block: int, out: Place) -> None:
+            raise AssertionError
+
+    def load(at: int) -> BlockCopy:
+        group = CopyGroup([BlockBuffer(Pool.GLOBAL, at, np.zeros(1, np.uint8))])
+        return BlockCopy([group], to_device=True, engine_epoch=1, after_step=0, on_end=ended.put)
+
+    ended: queue.SimpleQueue[BlockCopy] = queue.SimpleQueue()
+    side = SideCopies(Blocks())
+    for at in range(3):
+        side.add(load(at))
+    assert began.wait(60)
+    side.cancel()
+    waits = threading.Thread(target=side.settle)
+    waits.start()
+    assert waits.is_alive(), "one runs"
+    go_on.set()
+    waits.join()
+    side.add(load(7))
+    assert all(ended.get(timeout=60).ok for _ in range(2))
+    assert written == [0, 7]
+    assert side.close(60)
 
 
 def test_a_file_that_only_looks_the_same_is_not_used(tmp_path: Path) -> None:

@@ -69,7 +69,8 @@ def trend(counts: Array) -> Array:
     it was on its way there.
 
     Four blocks of the window; a straight line through them counts as far as it explains more than
-    the two curves that are left, which is what mere bursts do to all three alike.
+    the two curves that are left, which is what mere bursts do to all three alike; and only what
+    of it changes other experts than the curves do.
     """
     ratio = np.ones_like(counts)
     if len(counts) < BLOCKS * LEAST_IN_BLOCK:
@@ -78,12 +79,15 @@ def trend(counts: Array) -> Array:
     shares = np.stack([block / block.sum() for block in blocks])
     mean = shares.mean(0)
     known = mean > 0
-    parts = np.sum((CONTRASTS @ shares)[:, known] ** 2 / mean[known], 1)
-    line, rest = float(parts[0]), float(parts[1] + parts[2]) / 2
-    part = 1 - rest / line if line > 0 else 0.0
+    line, *curves = (CONTRASTS @ shares)[:, known] / np.sqrt(mean[known])
+    # bursts bend the line and the curves into the same few directions
+    along = np.linalg.qr(np.array(curves).T).Q
+    line = line - along @ (line @ along)
+    power, rest = float(line @ line), float(np.square(curves).sum()) / 2
+    part = 1 - rest / power if power > 0 else 0.0
     if part < LEAST_TREND:
         return ratio
-    slope = part * (CONTRASTS[0] @ shares)[known] / 20**0.5  # by half a block
+    slope = part * line * np.sqrt(mean[known]) / 20**0.5  # by half a block
     at = BLOCKS * ((2 * np.arange(len(counts)) + 1) / len(counts) - 1)
     way = np.maximum(mean[known] + np.outer(at, slope), mean[known] / MOST_CHANGE)
     end = np.maximum(mean[known] + BLOCKS * slope, mean[known] / MOST_CHANGE)

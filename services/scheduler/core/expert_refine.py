@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from deepmesh.experts import EMPTY, Places
 
-from .expert_places import Array, copies_of, copy_costs, membership
+from .expert_places import Array, copies_of, copy_costs, held_copies
 from .expert_points import Points
 
 SPREAD = 0.02  # what evenness of all ranks counts beside the busiest: ties are broken by it
@@ -44,15 +44,15 @@ class Refinement:
         # a mean over the points is one over the steps
         self._weights = (points.weights * len(points.weights))[:, None]
         self._copies = copies_of(places, self._num_experts)
-        self._has = membership(places, self._num_experts)
+        self._held = held_copies(places, self._num_experts)
         self._unit = max(float(self._costs_of(np.ones_like(self._copies)).sum(1).mean()), 1e-30)
         self._unit /= len(places)
         self._num_points = len(points.loads)
         self._by_rank: Array = np.zeros((self._num_points, len(places)))
         self.peak = 0.0  # the mean over the points of the busiest rank's load, in mean loads
-        self._away = np.zeros_like(self._has, np.float64)
+        self._away = np.zeros_like(self._held)
         if home is not None and move_cost:
-            self._away = move_cost * ~membership(home, self._num_experts)
+            self._away = move_cost * (held_copies(home, self._num_experts) == 0)
             self._away[:, EMPTY] = 0.0
         self._costs = np.empty((len(points.loads), self._num_experts + 1))
         self._left = 0  # steps
@@ -130,7 +130,6 @@ class Refinement:
         spread += (takes * (takes - theirs + mine)).sum(0)
         change = peak / self._num_points - self.peak + spread * (2 * SPREAD / by_rank.size)
         change += self._changed_moves(rank, own, owner, flat)
-        change[self._has[owner[None, :], own[:, None]] | self._has[rank, flat]] = np.inf
         at = int(change.argmin())
         if change.flat[at] >= -LEAST_GAIN:
             return False
@@ -138,9 +137,10 @@ class Refinement:
         rank2, slot2 = int(owner[other]), other % slots
         out, back = int(own[slot]), int(flat[other])
         self.places[rank, slot], self.places[rank2, slot2] = back, out
-        self._has[rank, [out, back]] = False, back != EMPTY
-        self._has[rank2, [back, out]] = False, out != EMPTY
-        self._has[:, EMPTY] = False
+        for at_rank, goes, comes in ((rank, out, back), (rank2, back, out)):
+            self._held[at_rank, goes] -= 1
+            self._held[at_rank, comes] += 1
+        self._held[:, EMPTY] = 0.0
         by_rank[:, rank] -= diff[:, slot, other]
         by_rank[:, rank2] += diff[:, slot, other]
         self._look()
@@ -198,8 +198,8 @@ class Refinement:
         guess = self._by_rank.sum(0)[owner] / self._num_points + less
         slots, experts = list[NDArray[np.intp]](), list[int]()
         for expert in own[np.argsort(-mean[own], kind="stable")][:2].tolist():
-            if expert != EMPTY:
-                fits = np.flatnonzero(spare & ~self._has[owner, expert])
+            if expert != EMPTY and copies[expert] < len(self.places):
+                fits = np.flatnonzero(spare & (flat != expert))
                 slots.append(fits[np.argsort(guess[fits], kind="stable")][:MAX_REPLACED])
                 experts.append(expert)
         dropped = np.flatnonzero((own != EMPTY) & (copies[own] > 1)) + rank * len(own)
@@ -216,8 +216,8 @@ class Refinement:
         pad = ((0, 0), (0, 1))
         rest, grown = np.pad(without, pad)[:, old], np.pad(with_one, pad)[:, expert]
         loads = self._by_rank[:, None, :] + (
-            (rest - self._costs[:, old])[:, :, None] * self._has[:, old].T
-            + (grown - self._costs[:, expert])[:, :, None] * self._has[:, expert].T
+            (rest - self._costs[:, old])[:, :, None] * self._held[:, old].T
+            + (grown - self._costs[:, expert])[:, :, None] * self._held[:, expert].T
         )
         loads[:, option, owner] += grown - rest
         moves = self._away[owner, expert] - self._away[owner, old]
@@ -230,7 +230,7 @@ class Refinement:
             self._copies[old] -= 1
         if expert != EMPTY:
             self._copies[expert] += 1
-        self._has = membership(self.places, self._num_experts)
+        self._held = held_copies(self.places, self._num_experts)
         self._refresh()
 
     def _state(self) -> tuple[Places, NDArray[np.int64]]:
@@ -238,5 +238,5 @@ class Refinement:
 
     def _restore(self, state: tuple[Places, NDArray[np.int64]]) -> None:
         self.places, self._copies = state[0].copy(), state[1].copy()
-        self._has = membership(self.places, self._num_experts)
+        self._held = held_copies(self.places, self._num_experts)
         self._refresh()
