@@ -79,7 +79,7 @@ class _State(Enum):
 
 
 class BlockCopy:
-    """One piece of work for the device stream, between two steps.
+    """One piece of work for the device stream, between two steps; on a host loads run beside them.
 
     It runs after `after_step` is complete, its tail included, and before any step submitted
     later; it never runs in another engine epoch. `on_end` is called by the stream's thread, once,
