@@ -38,6 +38,14 @@ def held_copies(places: Places, num_experts: int) -> Array:
     return found
 
 
+def without_idle(places: Places, num_experts: int) -> Places:
+    """`places` without the further copies of experts that are on one rank only."""
+    held, kept = held_copies(places, num_experts)[:, :-1], places.copy()
+    for expert in np.flatnonzero((held.sum(0) > 1) & ((held > 0).sum(0) == 1)).tolist():
+        kept.flat[np.flatnonzero(places == expert)[1:]] = EMPTY
+    return kept
+
+
 def copy_costs(loads: Array, copies: NDArray[np.int64], ridge: float) -> Array:
     """What each copy costs its rank, [points, experts], in rows; copies share rows equally.
 

@@ -80,10 +80,12 @@ def trend(counts: Array) -> Array:
     mean = shares.mean(0)
     known = mean > 0
     line, *curves = (CONTRASTS @ shares)[:, known] / np.sqrt(mean[known])
-    # bursts bend the line and the curves into the same few directions
+    rest = float(np.square(curves).sum()) / 2
+    # what bends the curves beyond the noise of counting are bursts, and they bend the line alike
+    noise = (int(known.sum()) - 1) * float(np.mean([1 / block.sum() for block in blocks]))
     along = np.linalg.qr(np.array(curves).T).Q
-    line = line - along @ (line @ along)
-    power, rest = float(line @ line), float(np.square(curves).sum()) / 2
+    line = line - max(0.0, 1 - noise / max(rest, noise, 1e-30)) * along @ (line @ along)
+    power = float(line @ line)
     part = 1 - rest / power if power > 0 else 0.0
     if part < LEAST_TREND:
         return ratio
