@@ -6,7 +6,7 @@ import re
 import tempfile
 import tomllib
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import msgspec
 
@@ -343,6 +343,7 @@ def load_config(path: Path | None) -> Config:
         config = msgspec.convert(data, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {words(str(error), Config)}") from error
+    _check_texts(msgspec.to_builtins(config))
     _check(config)
     return _resolve(config, path)
 
@@ -367,6 +368,18 @@ def _resolve(config: Config, path: Path | None) -> Config:
     if links.keys:
         links = msgspec.structs.replace(links, keys=str((base / links.keys).resolve()))
     return msgspec.structs.replace(config, mesh=mesh, kvstore=kvstore, links=links)
+
+
+def _check_texts(value: object, name: str = "") -> None:
+    """Texts become paths, addresses and arguments: none of these has a NUL."""
+    if isinstance(value, str) and "\0" in value:
+        raise ConfigError(f"{name}: a NUL character")
+    if isinstance(value, dict):
+        for key, each in cast(dict[str, object], value).items():
+            _check_texts(each, f"{name}.{key}" if name else key)
+    if isinstance(value, list):
+        for at, each in enumerate(cast(list[object], value)):
+            _check_texts(each, f"{name}[{at}]")
 
 
 def _check(config: Config) -> None:

@@ -4,6 +4,7 @@ FOLDER/SERVICE/keys.toml holds the secret key of that service and the public key
 serves for both directions: a listener shows it, and who dials is known by it.
 """
 
+import re
 import struct
 import tomllib
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ ServiceName = Literal[
     "gateway", "tokenizer", "router", "scheduler", "executor", "kvstore", "operator"
 ]
 KEY_BYTES = 32
+_QUOTED = re.compile("'.*'", re.DOTALL)
 SERVICES: tuple[str, ...] = get_args(ServiceName)
 DIALS: Mapping[str, tuple[str, ...]] = {
     "gateway": ("tokenizer",),
@@ -119,7 +121,9 @@ def read_key_file(folder: Path, service: str) -> KeyFile:
         for key in (file.secret, *(key for keys in file.public.values() for key in keys)):
             _decode(key)
     except (tomllib.TOMLDecodeError, msgspec.ValidationError, ValueError) as error:
-        raise KeysError(f"links.keys: {path}: {error}") from error
+        # what it quotes may be a key that a damaged file has in another field
+        what = _QUOTED.sub("...", str(error))
+        raise KeysError(f"links.keys: {path}: {what}") from None
     if file.service != service or not file.public.get(file.service):
         raise KeysError(f"links.keys: {path}: not the keys of the {service}")
     return file

@@ -245,13 +245,14 @@ class BlockTiers:
         self.store.take_events()
 
     def _entry_of(self, stored: Stored) -> Entry | None:
+        if len(stored.key) != HASH_BYTES + 1:
+            return None
         try:
             KvKind(stored.key[-1])
             entry = Entry.of(_parts_decoder.decode(stored.meta), stored.checksum)
         except (ValueError, msgspec.DecodeError):
             return None
-        good = len(stored.key) == HASH_BYTES + 1 and entry.num_bytes == stored.num_bytes
-        return entry if good else None
+        return entry if entry.num_bytes == stored.num_bytes else None
 
     def _wants_again(self, key: Key, kept: KvTier, checksum: int) -> bool:
         """What is there stays, unless the disk lacks it: then the same payload may come again."""

@@ -34,5 +34,7 @@ class EpochLog:
 
     def _read(self) -> int:
         with contextlib.suppress(FileNotFoundError, ValueError):
-            return int(self._path.read_text())
+            noted = int(self._path.read_text())
+            if noted < (1 << EPOCH_BITS) - MARGIN:  # or it is damaged
+                return noted
         return -MARGIN

@@ -1,6 +1,7 @@
 """A file system of a few megabytes that really fills up, without root where namespaces allow it."""
 
 import ctypes
+import errno
 import os
 from pathlib import Path
 
@@ -37,12 +38,18 @@ class SmallDisk:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(folder))
 
     def fill(self, left_bytes: int) -> None:
-        """Leave so much, to the page."""
-        found = os.statvfs(self._folder)
-        num_bytes = max(1, found.f_bavail * found.f_frsize - left_bytes)
+        """Leave so much, to the page, if the kvstore does not write just now; else what is left."""
         file = os.open(self._folder / _BALLAST, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.posix_fallocate(file, 0, num_bytes)
+            for _ in range(100):
+                found = os.statvfs(self._folder)
+                num_bytes = found.f_bavail * found.f_frsize - left_bytes
+                try:
+                    os.posix_fallocate(file, 0, max(1, num_bytes))
+                    return
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
         finally:
             os.close(file)
 

@@ -36,7 +36,7 @@ def run_target(name: str, seconds: int, folder: Path) -> dict[str, object]:
     covered = re.findall(r"\bcov: (\d+)", ended.stderr)
     found = sorted(crashes.iterdir())
     if found:
-        print(ended.stderr[-6000:], file=sys.stderr)
+        print(ended.stdout[-6000:], ended.stderr[-6000:], file=sys.stderr)  # tracebacks first
     return {
         "target": name,
         "seconds": seconds,
@@ -49,9 +49,7 @@ def run_target(name: str, seconds: int, folder: Path) -> dict[str, object]:
 
 def _atheris(name: str, options: list[str], limit_s: int) -> "subprocess.CompletedProcess[str]":
     argv = [sys.executable, "-m", "tests.fuzz.atheris_run", name, *options]
-    return subprocess.run(
-        argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=limit_s
-    )
+    return subprocess.run(argv, capture_output=True, text=True, timeout=limit_s)
 
 
 def main() -> int:

@@ -17,11 +17,14 @@ from services.executor.checkpoint import CheckpointError, read_headers
 from services.executor.model_config import ModelConfigError
 from services.executor.model_config import load_config as load_model_config
 from services.gateway.step_metrics import buckets
+from services.kvstore.blocks import BlockTiers
 from services.kvstore.disk import DiskTier, crc32
+from services.kvstore.memory import MemoryTier
 from services.kvstore.records import RecordBook, RecordKey
 from services.kvstore.redis_tier import RedisTier
 from services.kvstore.shared_asks import SharedError
 from services.kvstore.tier import Stored
+from services.scheduler.epochs import EpochLog
 from services.tokenizer.refusal import Refusal
 from services.tokenizer.service import prepare
 from tests.core.driver import EXECUTOR, TOKENIZER, Driver
@@ -125,6 +128,45 @@ def test_text_files_that_are_no_text_are_named(tmp_path: Path) -> None:
     keys.chmod(0o600)
     with pytest.raises(KeysError, match="UTF-8"):
         read_key_file(tmp_path, "gateway")
+
+
+def test_no_field_of_a_configuration_has_a_nul(tmp_path: Path) -> None:
+    path = tmp_path / "mesh.toml"
+    for line, field in (
+        ('keys = "a\\u0000"', "links.keys"),
+        ('bind = "\\u0000"', "links.bind"),
+    ):
+        path.write_text(f"[links]\n{line}\n")
+        with pytest.raises(ConfigError, match=field):
+            load_config(path)
+
+
+def test_a_key_in_the_wrong_place_is_not_said(tmp_path: Path) -> None:
+    key = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
+    keys = tmp_path / "gateway" / "keys.toml"
+    keys.parent.mkdir()
+    keys.write_text(f'service = "{key}"\nsecret = "{key}"\n[public]\ngateway = ["{key}"]\n')
+    keys.chmod(0o600)
+    with pytest.raises(KeysError, match=r"\$\.service") as found:
+        read_key_file(tmp_path, "gateway")
+    assert key not in str(found.value)
+    assert found.value.__cause__ is None, "a traceback would say it"
+
+
+def test_blocks_without_a_whole_name_are_dropped(tmp_path: Path) -> None:
+    disk = DiskTier(tmp_path, max_bytes=1 << 20)
+    for key in (b"", b"\x00", b"k" * 30):
+        disk.write(Stored(key, b"\x91\x92\x00\x02", 2, crc32(b"{}")), b"{}")
+    tiers = BlockTiers(MemoryTier(None, 1 << 16), disk)
+    assert not tiers.store.entries
+    assert list(disk.items()) == []
+    disk.close()
+
+
+@pytest.mark.parametrize("noted", ["22222222222222222222", str(2**32), "-5", "x", ""])
+def test_a_damaged_log_of_epochs_counts_as_lost(tmp_path: Path, noted: str) -> None:
+    (tmp_path / "s").write_text(noted)
+    assert EpochLog(tmp_path, "s", 1_700_000_000).first == 1_700_000_000
 
 
 @pytest.mark.parametrize("name", ["../a.safetensors", "/etc/passwd", "..", "a/b", "", "x" * 300, 5])
