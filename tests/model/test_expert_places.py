@@ -39,13 +39,13 @@ EXPERTS = fixture_model("bf16").config.n_routed_experts
 
 
 def any_places(ranks: int, slots: int, draw: np.random.Generator) -> Places:
-    """Every expert somewhere, copies anywhere, often two on a rank, one slot empty."""
+    """Every expert somewhere, copies on other ranks, a few slots empty."""
     places = np.full((ranks, slots), EMPTY, np.int32)
     flat = draw.permutation(ranks * slots)
     places.flat[flat[:EXPERTS]] = draw.permutation(EXPERTS)
     for at in flat[EXPERTS : ranks * slots - 1]:
-        copies = np.bincount(places[places != EMPTY], minlength=EXPERTS)
-        places.flat[at] = draw.choice(np.flatnonzero(copies < ranks))
+        others = np.setdiff1d(np.arange(EXPERTS), places[at // slots])
+        places.flat[at] = draw.choice(others)
     return places
 
 

@@ -26,7 +26,7 @@ class DeviceSpread:
             rows: [1], int32: rows that come to the experts held here are added.
         """
         self.host, self._rank, self._counts, self.rows = host, rank, counts, rows
-        ranks = len(host.places)  # no expert has more copies
+        ranks = len(host.places)  # none of which has an expert twice
         self.owners = host.owners.int().to(device)
         self._table = torch.zeros(host.num_experts, ranks, dtype=torch.int32, device=device)
         self._copies = torch.ones(host.num_experts, dtype=torch.int32, device=device)

@@ -1,7 +1,5 @@
 """Placements made from nothing: how many copies each expert gets, and where they go."""
 
-import heapq
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -55,22 +53,4 @@ def pack(costs: Array, copies: NDArray[np.int64], ranks: int, slots: int) -> Pla
             here.append(rank)
             loads[:, rank] += cost[:, 0]
             peak = np.maximum(peak, loads[:, rank, None])
-    return places
-
-
-def pack_lightest(costs: Array, copies: NDArray[np.int64], ranks: int, slots: int) -> Places:
-    """Copies to ranks, heaviest first, each to the least loaded rank that has a slot, wherever the
-    other copies of its expert are: two on one rank take two of three of its rows there.
-
-    Args:
-        costs: [experts], of one copy.
-    """
-    places = np.full((ranks, slots), EMPTY, np.int32)
-    lightest = [(0.0, rank, 0) for rank in range(ranks)]  # load, rank, slots used
-    owners = np.repeat(np.arange(len(costs)), copies)
-    for expert in owners[np.argsort(-costs[owners], kind="stable")].tolist():
-        load, rank, used = heapq.heappop(lightest)
-        places[rank, used] = expert
-        if used + 1 < slots:
-            heapq.heappush(lightest, (load + float(costs[expert]), rank, used + 1))
     return places

@@ -13,16 +13,16 @@ Array = NDArray[np.float64]
 def check_places(places: Places, num_experts: int) -> None:
     """
     Raises:
-        ValueError: an expert is nowhere, or more often than there are ranks, or none at all.
+        ValueError: an expert is nowhere, twice on one rank, or none at all.
     """
     if places.min() < EMPTY or places.max() >= num_experts:
         raise ValueError(f"experts are not within 0..{num_experts - 1}")
     missing = np.flatnonzero(copies_of(places, num_experts) == 0)
     if len(missing):
         raise ValueError(f"experts {missing[:8].tolist()} are on no rank")
-    many = np.flatnonzero(copies_of(places, num_experts) > len(places))
-    if len(many):
-        raise ValueError(f"experts {many[:8].tolist()} have more copies than there are ranks")
+    rows = np.sort(places, axis=1)
+    if ((rows[:, 1:] == rows[:, :-1]) & (rows[:, 1:] != EMPTY)).any():
+        raise ValueError("a rank has two copies of one expert")
 
 
 def copies_of(places: Places, num_experts: int) -> NDArray[np.int64]:
@@ -30,20 +30,12 @@ def copies_of(places: Places, num_experts: int) -> NDArray[np.int64]:
     return np.bincount(places[places != EMPTY], minlength=num_experts)
 
 
-def held_copies(places: Places, num_experts: int) -> Array:
-    """[ranks, num_experts + 1]: copies of an expert on a rank; in the last column nobody's."""
-    found = np.zeros((len(places), num_experts + 1))
-    np.add.at(found, (np.arange(len(places))[:, None], places), 1.0)
-    found[:, EMPTY] = 0.0
+def membership(places: Places, num_experts: int) -> NDArray[np.bool_]:
+    """[ranks, num_experts + 1]: whether a rank holds an expert; in the last column nobody's."""
+    found = np.zeros((len(places), num_experts + 1), np.bool_)
+    found[np.arange(len(places))[:, None], places] = True
+    found[:, EMPTY] = False
     return found
-
-
-def without_idle(places: Places, num_experts: int) -> Places:
-    """`places` without the further copies of experts that are on one rank only."""
-    held, kept = held_copies(places, num_experts)[:, :-1], places.copy()
-    for expert in np.flatnonzero((held.sum(0) > 1) & ((held > 0).sum(0) == 1)).tolist():
-        kept.flat[np.flatnonzero(places == expert)[1:]] = EMPTY
-    return kept
 
 
 def copy_costs(loads: Array, copies: NDArray[np.int64], ridge: float) -> Array:
@@ -74,15 +66,16 @@ def imbalance(places: Places, loads: Array, ridge: float = 0.0) -> float:
 
 
 def arrivals(before: Places, after: Places, num_experts: int) -> NDArray[np.int64]:
-    """Copies that each rank has to fetch to get from `before` to `after`."""
-    more = held_copies(after, num_experts) - held_copies(before, num_experts)
-    return np.maximum(more, 0).sum(1).astype(np.int64)
+    """Experts that each rank has to fetch to get from `before` to `after`."""
+    new = membership(after, num_experts) & ~membership(before, num_experts)
+    return new.sum(1)
 
 
 def relabelled(before: Places, after: Places, num_experts: int) -> Places:
     """`after` with its ranks numbered so that many experts stay where they are: which rank is
     which makes no difference to the load."""
-    shared = held_copies(after, num_experts) @ held_copies(before, num_experts).T
+    shared = membership(after, num_experts).astype(np.float32)
+    shared = shared @ membership(before, num_experts).T.astype(np.float32)
     placed = np.empty_like(after)
     for _ in range(len(after)):
         new, old = np.unravel_index(int(shared.argmax()), shared.shape)

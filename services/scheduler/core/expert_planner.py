@@ -1,29 +1,18 @@
 """Which expert goes where: plans a layer from the loads of a window of steps. Pure."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from deepmesh.experts import Places
 
-from .expert_packing import pack, pack_lightest, replicate
-from .expert_places import (
-    Array,
-    arrivals,
-    copy_costs,
-    rank_loads,
-    relabelled,
-    settled,
-    without_idle,
-)
+from .expert_packing import pack, replicate
+from .expert_places import Array, arrivals, copy_costs, rank_loads, relabelled, settled
 from .expert_points import Points
 from .expert_refine import Refinement
 
 FAR = 1.3  # times the bound: a placement that is worse is not worth mending
-GOOD_ENOUGH = 1.003  # times the bound: mended so well, nothing else is tried
-CLOSE = 1.02  # times the peak of another fresh placement: a worse one is not refined
-Packing = Callable[[Points, int, Places, float], Places]  # copies in all, the shape, ridge
+GOOD_ENOUGH = 1.008  # times the bound: mended so well, nothing else is tried
 
 
 @dataclass(frozen=True)
@@ -44,7 +33,7 @@ class PlanOptions:
     ridge: float = 0.0  # see `copy_costs`
     move_cost: float = 0.0  # of one expert, in the peak that it has to gain
     hysteresis: float = 0.0  # a new placement must gain more than that beside its moves
-    max_steps: int = 260  # ranks looked at
+    max_steps: int = 340  # ranks looked at
     good: float = 1.001  # times the bound: better is not looked for
 
 
@@ -97,7 +86,7 @@ def plan_layer(points: Points, current: Places, options: PlanOptions) -> Plan:
         points: typical steps of a window.
         current: where they are; its shape is the number of ranks, and of slots of each.
     """
-    ranks, num_experts = len(current), points.loads.shape[1]
+    ranks, slots = current.shape
     kept = _refine(points, current, current, options, max_steps=0)
     if not points.loads.any():
         return Plan(current, kept.peak, kept.peak, 0)
@@ -112,63 +101,39 @@ def plan_layer(points: Points, current: Places, options: PlanOptions) -> Plan:
     found: list[Refinement] = []
     if kept.peak < FAR * bound:
         found.append(_refine(points, current, current, options, max_steps=steps // 2, good=good))
-    least = np.inf  # peak of a fresh placement so far
-    for way in (
-        (_pack_points, _pack_mean) if len(points.weights) > 1 else (_pack_mean, _pack_points)
-    ):
-        if found and min(refined.peak for refined in found) <= GOOD_ENOUGH * bound:
-            break
-        peak, fresh = _afresh(points, current, options, way)
-        if peak > CLOSE * least:
-            continue
-        least, fresh = min(least, peak), relabelled(current, fresh, num_experts)
+    if not found or found[0].peak > GOOD_ENOUGH * bound:
+        fresh = _afresh(points, ranks, slots, options)
+        fresh = relabelled(current, fresh, points.loads.shape[1])
         found.append(_refine(points, fresh, current, options, max_steps=steps, good=good))
     best = min(found, key=lambda refined: refined.score)
     if kept.score - best.score <= options.hysteresis:
         return Plan(current, kept.peak, kept.peak, 0)
-    places = _closest(current, best.places, num_experts)
-    moves = int(arrivals(current, places, num_experts).sum())
+    places = _closest(current, best.places, points.loads.shape[1])
+    moves = int(arrivals(current, places, points.loads.shape[1]).sum())
     return Plan(places, best.peak, kept.peak, moves)
 
 
 def _closest(current: Places, found: Places, num_experts: int) -> Places:
     """`found`, with ranks numbered and slots ordered so that few experts move."""
-    found = without_idle(found, num_experts)
     same = (found, relabelled(current, found, num_experts))
     fewest = min(same, key=lambda places: int(arrivals(current, places, num_experts).sum()))
     return settled(current, fewest)
 
 
-def _pack_points(points: Points, total: int, current: Places, ridge: float) -> Places:
-    """Time-resolved: every copy where the busiest ranks' loads over the points grow least."""
-    ranks, slots = current.shape
-    copies = replicate(np.sqrt(points.weights @ points.loads**2), ranks, total)
-    costs = copy_costs(points.loads, copies, ridge) * points.weights[:, None]
-    return pack(costs, copies, ranks, slots)
-
-
-def _pack_mean(points: Points, total: int, current: Places, ridge: float) -> Places:
-    """As the public algorithm of 2025: by the mean alone."""
-    ranks, slots = current.shape
-    mean = points.weights @ points.loads
-    copies = replicate(mean, ranks, total)
-    return pack_lightest(copy_costs(mean[None], copies, ridge)[0], copies, ranks, slots)
-
-
-def _afresh(
-    points: Points, current: Places, options: PlanOptions, way: Packing
-) -> tuple[float, Places]:
+def _afresh(points: Points, ranks: int, slots: int, options: PlanOptions) -> Places:
     """Packed without a look at what is there. Where reading an expert takes time, each further
     copy of it may be one more to read: then fewer copies are tried, too."""
-    num_experts, most = points.loads.shape[1], min(options.max_copies, current.size)
+    weights, num_experts = np.sqrt(points.weights @ points.loads**2), points.loads.shape[1]
+    most = min(options.max_copies, ranks * slots)
     totals = {num_experts, (num_experts + most) // 2, most} if options.ridge else {most}
     found: list[tuple[float, int, Places]] = []
     for total in sorted(totals):
-        places = way(points, total, current, options.ridge)
+        copies = replicate(weights, ranks, total)
+        costs = copy_costs(points.loads, copies, options.ridge) * points.weights[:, None]
+        places = pack(costs, copies, ranks, slots)
         peak = points.weights @ rank_loads(places, points.loads, options.ridge).max(1)
         found.append((float(peak), total, places))
-    peak, _, places = min(found, key=lambda tried: tried[:2])
-    return peak, places
+    return min(found, key=lambda tried: tried[:2])[2]
 
 
 def _refine(

@@ -69,8 +69,7 @@ def trend(counts: Array) -> Array:
     it was on its way there.
 
     Four blocks of the window; a straight line through them counts as far as it explains more than
-    the two curves that are left, which is what mere bursts do to all three alike; and only what
-    of it changes other experts than the curves do.
+    the two curves that are left, which is what mere bursts do to all three alike.
     """
     ratio = np.ones_like(counts)
     if len(counts) < BLOCKS * LEAST_IN_BLOCK:
@@ -79,17 +78,12 @@ def trend(counts: Array) -> Array:
     shares = np.stack([block / block.sum() for block in blocks])
     mean = shares.mean(0)
     known = mean > 0
-    line, *curves = (CONTRASTS @ shares)[:, known] / np.sqrt(mean[known])
-    rest = float(np.square(curves).sum()) / 2
-    # what bends the curves beyond the noise of counting are bursts, and they bend the line alike
-    noise = (int(known.sum()) - 1) * float(np.mean([1 / block.sum() for block in blocks]))
-    along = np.linalg.qr(np.array(curves).T).Q
-    line = line - max(0.0, 1 - noise / max(rest, noise, 1e-30)) * along @ (line @ along)
-    power = float(line @ line)
-    part = 1 - rest / power if power > 0 else 0.0
+    parts = np.sum((CONTRASTS @ shares)[:, known] ** 2 / mean[known], 1)
+    line, rest = float(parts[0]), float(parts[1] + parts[2]) / 2
+    part = 1 - rest / line if line > 0 else 0.0
     if part < LEAST_TREND:
         return ratio
-    slope = part * line * np.sqrt(mean[known]) / 20**0.5  # by half a block
+    slope = part * (CONTRASTS[0] @ shares)[known] / 20**0.5  # by half a block
     at = BLOCKS * ((2 * np.arange(len(counts)) + 1) / len(counts) - 1)
     way = np.maximum(mean[known] + np.outer(at, slope), mean[known] / MOST_CHANGE)
     end = np.maximum(mean[known] + BLOCKS * slope, mean[known] / MOST_CHANGE)

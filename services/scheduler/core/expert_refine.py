@@ -5,24 +5,22 @@ from numpy.typing import NDArray
 
 from deepmesh.experts import EMPTY, Places
 
-from .expert_places import Array, copies_of, copy_costs, held_copies
+from .expert_places import Array, copies_of, copy_costs, membership
 from .expert_points import Points
 
 SPREAD = 0.02  # what evenness of all ranks counts beside the busiest: ties are broken by it
-TWIN = 0.003  # what a further copy on the same rank must gain: what changes there changes twice
 LEAST_GAIN = 1e-8
 FEW_RANKS = 24  # looked at first
 MAX_REPLACED = 64  # slots looked at for another expert
 TRIED = 3  # of these, with swaps behind them
 SWAPS_BEHIND = 40
-_State = tuple[Places, NDArray[np.int64], Array, Array, Array, float]
 
 
 class Refinement:
     """Local search from one placement. Every step lowers `score`, so it ends.
 
     The score of a placement is the mean over the points of the busiest rank's load, in mean loads,
-    plus a small part for unevenness, plus `move_cost` for each copy that its rank lacks at home.
+    plus a small part for unevenness, plus `move_cost` for each expert that its rank lacks at home.
     """
 
     def __init__(
@@ -46,14 +44,16 @@ class Refinement:
         # a mean over the points is one over the steps
         self._weights = (points.weights * len(points.weights))[:, None]
         self._copies = copies_of(places, self._num_experts)
-        self._home = held_copies(places if home is None else home, self._num_experts)
-        self._move_cost = 0.0 if home is None else move_cost
-        self._count_held()
+        self._has = membership(places, self._num_experts)
         self._unit = max(float(self._costs_of(np.ones_like(self._copies)).sum(1).mean()), 1e-30)
         self._unit /= len(places)
         self._num_points = len(points.loads)
         self._by_rank: Array = np.zeros((self._num_points, len(places)))
         self.peak = 0.0  # the mean over the points of the busiest rank's load, in mean loads
+        self._away = np.zeros_like(self._has, np.float64)
+        if home is not None and move_cost:
+            self._away = move_cost * ~membership(home, self._num_experts)
+            self._away[:, EMPTY] = 0.0
         self._costs = np.empty((len(points.loads), self._num_experts + 1))
         self._left = 0  # steps
         self._slot_ranks = np.repeat(np.arange(len(places)), places.shape[1])
@@ -61,32 +61,6 @@ class Refinement:
 
     def _costs_of(self, copies: NDArray[np.int64]) -> Array:
         return copy_costs(self._points.loads, copies, self._ridge) * self._weights
-
-    def _count_held(self) -> None:
-        """Copies on each rank, and what one more or less of each moves."""
-        self._held = held_copies(self.places, self._num_experts)
-        over, twins = self._held - self._home, np.maximum(self._held - 1, 0)
-        self._comes = self._move_cost * (over >= 0) + TWIN * (self._held >= 1)
-        self._goes = self._move_cost * (over > 0) + TWIN * (twins > 0)
-        self._comes[:, EMPTY] = 0.0
-        self._extra = float(self._move_cost * np.maximum(over, 0).sum() + TWIN * twins.sum())
-
-    def _count(self, rank: int, expert: int, more: int) -> None:
-        """One copy more on a rank, or one less."""
-        if expert == EMPTY:
-            return
-        held = self._held[rank, expert] = self._held.item(rank, expert) + more
-        comes = TWIN if held >= 1 else 0.0
-        goes = TWIN if held >= 2 else 0.0
-        over = held - self._home.item(rank, expert)
-        if over >= 0:
-            comes += self._move_cost
-        if over > 0:
-            goes += self._move_cost
-        self._extra += (
-            self._comes.item(rank, expert) if more > 0 else -self._goes.item(rank, expert)
-        )
-        self._comes[rank, expert], self._goes[rank, expert] = comes, goes
 
     def _refresh(self) -> None:
         """Costs and loads from the copies."""
@@ -102,8 +76,10 @@ class Refinement:
     @property
     def score(self) -> float:
         """What the search lowers."""
+        ranks = np.arange(len(self.places))[:, None]
+        moves = self._away[ranks, self.places].sum()
         squares = float((self._by_rank * self._by_rank).sum()) / self._by_rank.size
-        return self.peak + SPREAD * squares + self._extra
+        return self.peak + SPREAD * squares + float(moves)
 
     def run(self, max_steps: int, good: float = 1.0) -> None:
         """Improve until nothing helps, or `peak` is `good`, or so many ranks have been tried."""
@@ -154,6 +130,7 @@ class Refinement:
         spread += (takes * (takes - theirs + mine)).sum(0)
         change = peak / self._num_points - self.peak + spread * (2 * SPREAD / by_rank.size)
         change += self._changed_moves(rank, own, owner, flat)
+        change[self._has[owner[None, :], own[:, None]] | self._has[rank, flat]] = np.inf
         at = int(change.argmin())
         if change.flat[at] >= -LEAST_GAIN:
             return False
@@ -161,9 +138,9 @@ class Refinement:
         rank2, slot2 = int(owner[other]), other % slots
         out, back = int(own[slot]), int(flat[other])
         self.places[rank, slot], self.places[rank2, slot2] = back, out
-        for changed, more in ((rank, -1), (rank2, 1)):
-            self._count(changed, out, more)
-            self._count(changed, back, -more)
+        self._has[rank, [out, back]] = False, back != EMPTY
+        self._has[rank2, [back, out]] = False, out != EMPTY
+        self._has[:, EMPTY] = False
         by_rank[:, rank] -= diff[:, slot, other]
         by_rank[:, rank2] += diff[:, slot, other]
         self._look()
@@ -187,8 +164,9 @@ class Refinement:
         flat: NDArray[np.int32],
     ) -> Array:
         """What the moves of each exchange cost more."""
-        comes = self._comes[rank, flat] - self._goes[owner, flat]
-        return self._comes[owner[None, :], own[:, None]] + comes - self._goes[rank, own][:, None]
+        away = self._away
+        comes = away[rank, flat] - away[owner, flat]
+        return away[owner[None, :], own[:, None]] + comes - away[rank, own][:, None]
 
     def _replace(self, rank: int) -> bool:
         """Another copy of what weighs on `rank`, in the slot of a copy that others can spare, or
@@ -220,8 +198,8 @@ class Refinement:
         guess = self._by_rank.sum(0)[owner] / self._num_points + less
         slots, experts = list[NDArray[np.intp]](), list[int]()
         for expert in own[np.argsort(-mean[own], kind="stable")][:2].tolist():
-            if expert != EMPTY and copies[expert] < len(self.places):
-                fits = np.flatnonzero(spare & (flat != expert))
+            if expert != EMPTY:
+                fits = np.flatnonzero(spare & ~self._has[owner, expert])
                 slots.append(fits[np.argsort(guess[fits], kind="stable")][:MAX_REPLACED])
                 experts.append(expert)
         dropped = np.flatnonzero((own != EMPTY) & (copies[own] > 1)) + rank * len(own)
@@ -238,28 +216,27 @@ class Refinement:
         pad = ((0, 0), (0, 1))
         rest, grown = np.pad(without, pad)[:, old], np.pad(with_one, pad)[:, expert]
         loads = self._by_rank[:, None, :] + (
-            (rest - self._costs[:, old])[:, :, None] * self._held[:, old].T
-            + (grown - self._costs[:, expert])[:, :, None] * self._held[:, expert].T
+            (rest - self._costs[:, old])[:, :, None] * self._has[:, old].T
+            + (grown - self._costs[:, expert])[:, :, None] * self._has[:, expert].T
         )
         loads[:, option, owner] += grown - rest
-        moves = self._comes[owner, expert] - self._goes[owner, old]
+        moves = self._away[owner, expert] - self._away[owner, old]
         return loads.max(2).mean(0) + SPREAD * (loads**2).mean((0, 2)) + moves
 
     def _put(self, at: int, expert: int) -> None:
-        rank, old = int(self._slot_ranks[at]), int(self.places.flat[at])
+        old = int(self.places.flat[at])
         self.places.flat[at] = expert
-        for changed, more in ((old, -1), (expert, 1)):
-            self._count(rank, changed, more)
-            if changed != EMPTY:
-                self._copies[changed] += more
+        if old != EMPTY:
+            self._copies[old] -= 1
+        if expert != EMPTY:
+            self._copies[expert] += 1
+        self._has = membership(self.places, self._num_experts)
         self._refresh()
 
-    def _state(self) -> _State:
-        held, comes, goes = self._held.copy(), self._comes.copy(), self._goes.copy()
-        return self.places.copy(), self._copies.copy(), held, comes, goes, self._extra
+    def _state(self) -> tuple[Places, NDArray[np.int64]]:
+        return self.places.copy(), self._copies.copy()
 
-    def _restore(self, state: _State) -> None:
-        places, copies, held, comes, goes, self._extra = state
-        self.places, self._copies = places.copy(), copies.copy()
-        self._held, self._comes, self._goes = held.copy(), comes.copy(), goes.copy()
+    def _restore(self, state: tuple[Places, NDArray[np.int64]]) -> None:
+        self.places, self._copies = state[0].copy(), state[1].copy()
+        self._has = membership(self.places, self._num_experts)
         self._refresh()
