@@ -28,6 +28,7 @@ _JOURNAL_SLACK = 4  # the journal is written anew when it is so much larger than
 
 
 _SOON = os.POSIX_FADV_WILLNEED
+_MAX_SEGMENT = 1 << 40  # a file each: a journal that knows more is damaged
 
 
 def joined(records: Iterable[Added]) -> Iterator[tuple[int, int]]:
@@ -198,6 +199,9 @@ class DiskTier:
             self._journal.rewrite(self._index.values())
 
     def _remember(self, record: Added) -> None:
+        if not 0 <= record.segment <= _MAX_SEGMENT or min(record.offset, record.num_bytes) < 0:
+            self.counters["damaged"] += 1
+            return
         self._last_number = max(self._last_number, record.segment)
         segment = self._segments.get(record.segment)
         if segment is None or record.offset + record.num_bytes > segment.size:

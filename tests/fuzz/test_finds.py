@@ -17,6 +17,7 @@ from services.executor.checkpoint import CheckpointError, read_headers
 from services.executor.model_config import ModelConfigError
 from services.executor.model_config import load_config as load_model_config
 from services.gateway.step_metrics import buckets
+from services.kvstore import journal
 from services.kvstore.blocks import BlockTiers
 from services.kvstore.disk import DiskTier, crc32
 from services.kvstore.memory import MemoryTier
@@ -160,6 +161,21 @@ def test_blocks_without_a_whole_name_are_dropped(tmp_path: Path) -> None:
     tiers = BlockTiers(MemoryTier(None, 1 << 16), disk)
     assert not tiers.store.entries
     assert list(disk.items()) == []
+    disk.close()
+
+
+@pytest.mark.parametrize("wrong", [(2**64 - 1, 0, 2), (-1, 0, 2), (1, -5, 2), (1, 0, -1)], ids=str)
+def test_a_journal_of_impossible_numbers_stops_no_store(
+    tmp_path: Path, wrong: tuple[int, int, int]
+) -> None:
+    disk = DiskTier(tmp_path, max_bytes=1 << 20)
+    disk.write(Stored(b"good", b"m", 2, crc32(b"{}")), b"{}")
+    disk.close()
+    with (tmp_path / journal.NAME).open("ab") as file:
+        file.write(journal.pack(journal.Added(b"bad", b"m", *wrong, 7)))
+    disk = DiskTier(tmp_path, max_bytes=1 << 20)
+    disk.write(Stored(b"new", b"m", 2, crc32(b"{}")), b"{}")
+    assert [disk.read(key) for key in (b"good", b"bad", b"new")] == [b"{}", None, b"{}"]
     disk.close()
 
 
