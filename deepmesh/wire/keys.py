@@ -22,7 +22,7 @@ ServiceName = Literal[
     "gateway", "tokenizer", "router", "scheduler", "executor", "kvstore", "operator"
 ]
 KEY_BYTES = 32
-_QUOTED = re.compile("'.*'", re.DOTALL)
+_QUOTED = re.compile(r"'.*'|`(?!\$|service`|secret`|public`).*`", re.DOTALL)
 SERVICES: tuple[str, ...] = get_args(ServiceName)
 DIALS: Mapping[str, tuple[str, ...]] = {
     "gateway": ("tokenizer",),

@@ -146,12 +146,20 @@ def test_a_key_in_the_wrong_place_is_not_said(tmp_path: Path) -> None:
     key = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
     keys = tmp_path / "gateway" / "keys.toml"
     keys.parent.mkdir()
-    keys.write_text(f'service = "{key}"\nsecret = "{key}"\n[public]\ngateway = ["{key}"]\n')
-    keys.chmod(0o600)
-    with pytest.raises(KeysError, match=r"\$\.service") as found:
-        read_key_file(tmp_path, "gateway")
-    assert key not in str(found.value)
-    assert found.value.__cause__ is None, "a traceback would say it"
+    for text, said in (
+        (f'service = "{key}"\nsecret = "{key}"\n[public]\ngateway = ["{key}"]\n', r"\$\.service"),
+        (f'service = "gateway"\nsecret = "{key}"\n[public]\n["{key}"]\n', "unknown field"),
+        (
+            f'service = "gateway"\n[public]\ngateway = ["{key}"]\n',
+            "missing required field `secret`",
+        ),
+    ):
+        keys.write_text(text)
+        keys.chmod(0o600)
+        with pytest.raises(KeysError, match=said) as found:
+            read_key_file(tmp_path, "gateway")
+        assert key not in str(found.value)
+        assert found.value.__cause__ is None, "a traceback would say it"
 
 
 def test_blocks_without_a_whole_name_are_dropped(tmp_path: Path) -> None:
