@@ -1,5 +1,6 @@
 """Every target: inputs of former finds, and structure-aware ones that Hypothesis makes up."""
 
+import random
 import resource
 import time
 from collections.abc import Iterator
@@ -10,7 +11,9 @@ from hypothesis import strategies as st
 
 from tests.fuzz import corpus
 from tests.fuzz.services import logging_nothing
+from tests.fuzz.source import Source
 from tests.fuzz.targets import TARGETS
+from tests.fuzz.trees import VALUES, damaged
 
 BUDGET_S = 2.0  # of a target; the corpus comes first, and always whole
 LIMIT_S = 1.0  # of one input, in CPU time: other processes have their share of the machine
@@ -54,3 +57,11 @@ def test_nothing_escapes_hangs_or_grows(name: str) -> None:
 
     explore()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MEMORY_KB
+
+
+def test_damage_is_done_to_copies() -> None:
+    """What one input changes would be found changed by the next: no find could be repeated."""
+    draw, before = random.Random(1), repr(VALUES)
+    for _ in range(3000):
+        damaged([True, b"x", [False, [b"y"]], {"a": True}], Source(draw.randbytes(24)))
+    assert repr(VALUES) == before

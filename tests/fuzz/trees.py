@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from tests.fuzz.source import Source
@@ -99,7 +100,7 @@ def _other(value: Any, source: Source) -> Any:  # noqa: ANN401
         case bytes() if how < 6:
             return _bytes(value, source)
         case bool():
-            return source.pick(VALUES) if how == 7 else not value
+            return _any(source) if how == 7 else not value
         case int() if how < 6:
             near = min(value + 1, 2**64 - 1), max(value - 1, -(2**63))
             return source.pick([*(v for v in VALUES if type(v) is int), *near])
@@ -112,11 +113,12 @@ def _other(value: Any, source: Source) -> Any:  # noqa: ANN401
         case dict() if how < 6:
             return _dict(value, source)
         case _:
-            return source.pick((*VALUES, *BYTES)) if isinstance(value, bytes) else _any(source)
+            return _any(source, BYTES if isinstance(value, bytes) else ())
 
 
-def _any(source: Source) -> Any:  # noqa: ANN401
-    return copy.deepcopy(source.pick(VALUES))
+def _any(source: Source, more: Sequence[Any] = ()) -> Any:  # noqa: ANN401
+    # A copy: the next change may be within it, and the next input is to find it as it was.
+    return copy.deepcopy(source.pick((*VALUES, *more)))
 
 
 def _bytes(value: bytes, source: Source) -> bytes:
