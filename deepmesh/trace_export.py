@@ -166,8 +166,8 @@ class SpanQueue:
 
     def put(self, span: SpanRecord) -> None:
         """Queue one span, or count it. Never waits."""
-        num = len(self._queue)
-        if num >= MAX_QUEUED_SPANS:
+        num = len(self._queue) + 1
+        if num > MAX_QUEUED_SPANS:
             self._num_lost += 1
             return
         self._queue.append(span)

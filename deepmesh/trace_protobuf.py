@@ -125,7 +125,7 @@ class Encoder:
                 parts.append(doubles.get(key) or self._double(key))
                 parts.append(_DOUBLE.pack(value))
             else:
-                parts.append(texts.get(key, _NOTHING).get(value) or self._rare(key, value))
+                parts.append(texts.get(key, _NOTHING).get(value) or self._keep(key, value))
         if links:
             parts += map(_link, links)
         parts.append(_status(error) if error else _NO_STATUS)
@@ -151,7 +151,7 @@ class Encoder:
         if len(value) > MAX_CACHED_CHARS:
             return self._plain(_ATTRIBUTE, key, value)
         if len(self._texts.get(key, _NOTHING)) < MAX_VALUES:
-            return self._rare(key, value)
+            return self._keep(key, value)
         raw = value.encode("utf-8", "replace")
         head = self._heads.get((key, len(raw)))
         if head is None:
@@ -159,8 +159,8 @@ class Encoder:
             head = self._heads[key, len(raw)] = whole[: len(whole) - len(raw)]
         return head + raw
 
-    def _rare(self, key: str, value: Value) -> bytes:
-        """Flags and lists, which are of few values; and texts, as long as those are."""
+    def _keep(self, key: str, value: Value) -> bytes:
+        """Encode a value and keep that, while there are few of its key."""
         found = self._plain(_ATTRIBUTE, key, value)
         known = self._texts.setdefault(key, {})
         if len(known) < MAX_VALUES:

@@ -56,7 +56,7 @@ class CopyGroup:
     checksum: int | None = None  # CRC-32 as last taken
 
     def run(self, blocks: BlockStore, *, to_device: bool) -> None:
-        """Copy; called by the stream's thread."""
+        """Copy, and look at the bytes while they are in the cache."""
         memory = self.memory
         if memory is not None and self.expected is not None:
             self.checksum = crc32(memory.data)
@@ -79,11 +79,11 @@ class _State(Enum):
 
 
 class BlockCopy:
-    """One piece of work for the device stream, between two steps; on a host loads run beside them.
+    """One piece of work: blocks from or to host memory.
 
-    It runs after `after_step` is complete, its tail included, and before any step submitted
-    later; it never runs in another engine epoch. `on_end` is called by the stream's thread, once,
-    unless the copy is cancelled.
+    It runs after `after_step` is complete, its tail included, and never in another engine epoch:
+    between two steps, before any that is submitted later, or beside steps (`SideCopies`).
+    `on_end` is called by the thread that has copied, once, unless the copy is cancelled.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class BlockCopy:
             return self._state is not _State.RUNNING
 
     def run(self, blocks: BlockStore) -> None:
-        """Copy; called by the stream's thread."""
+        """Copy; called once, by the thread that carries copies out."""
         with self._lock:
             if self._state is not _State.WAITING:
                 return

@@ -181,7 +181,7 @@ class Op:
         return piece
 
     def _group(self, payload: Payload) -> CopyGroup:
-        """What the stream's thread does for it."""
+        """What is copied for it, and whether its checksum is taken there."""
         return CopyGroup(payload.buffers())
 
     def _after_piece(self, piece: list[Payload]) -> None:
