@@ -85,7 +85,8 @@ class Connection(asyncio.Protocol):
         transport = self._transport
         assert transport is not None
         self._begin()
-        self._answer, self._done = answer, loop.create_future()
+        done = loop.create_future()  # a name of its own: a failure at once takes `_done` away
+        self._answer, self._done = answer, done
         self.is_reusable, self.was_silent = False, True
         timer = loop.call_later(timeout_s, self._fail, "timeout")
         answer.sent_s = time.perf_counter()
@@ -94,7 +95,7 @@ class Connection(asyncio.Protocol):
         else:
             transport.write(request)
         try:
-            await self._done
+            await done
         except asyncio.CancelledError:
             self.close()
             raise

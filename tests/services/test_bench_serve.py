@@ -74,6 +74,17 @@ async def read(
 # ---------------------------------------------------------------- the wire
 
 
+def test_a_connection_that_closes_just_now_is_an_error_of_the_request() -> None:
+    async def ask() -> Answer:
+        connection, answer, pipe = Connection(), Answer(time.perf_counter()), Pipe()
+        connection.connection_made(pipe)
+        pipe.close()
+        await connection.ask(b"GET", answer, 5.0)
+        return answer
+
+    assert asyncio.run(ask()).error == "connection closed"
+
+
 def test_events_are_found_however_the_bytes_are_cut() -> None:
     body = ROLE + TOKEN * 3 + FINISH + USAGE + DONE
     cuts = random.Random(0)
