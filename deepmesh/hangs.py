@@ -1,5 +1,6 @@
 """Which processes of this machine hang: they no longer show that their loops turn."""
 
+import os
 from pathlib import Path
 
 from deepmesh.health import ready_path
@@ -18,6 +19,7 @@ class HangWatch:
         """`hang_s`: without a sign for so long is a hang; 0: nobody is judged."""
         self._run_dir, self._hang_s = run_dir, hang_s
         self._seen: dict[str, tuple[int, int, float]] = {}  # pid, time of the file, seen first
+        self._paths: dict[str, str] = {}  # as text: a Path a look fills the table of its parts
         self._looked_at = 0.0
 
     def started(self, name: str) -> None:
@@ -33,8 +35,10 @@ class HangWatch:
         return [name for name, pid in pids.items() if pid and self._hangs(name, pid, now)]
 
     def _hangs(self, name: str, pid: int, now: float) -> bool:
+        path = self._paths.get(name) or str(ready_path(self._run_dir, name))
+        self._paths[name] = path
         try:
-            touched = ready_path(self._run_dir, name).stat().st_mtime_ns
+            touched = os.stat(path).st_mtime_ns
         except OSError:
             self._seen.pop(name, None)
             return False

@@ -47,6 +47,7 @@ class PrefixSketch:
         self._points: dict[str, dict[bytes, None]] = {}  # by who has them, oldest first
         self._guessed: OrderedDict[bytes, dict[str, int]] = OrderedDict()  # replica -> its life
         self._lives: dict[str, int] = {}
+        self._rooms: dict[str, int] = {}  # links that are guessed, by replica
 
     def num_points(self, source: str) -> int:
         """Points that it is known to have."""
@@ -77,13 +78,19 @@ class PrefixSketch:
         self._points.pop(source, None)
         self._lives[source] = self._lives.get(source, 0) + 1
 
+    def can_have(self, replica: str, num_links: int) -> None:
+        """The replica has room for so many: of more than that a guess cannot be right."""
+        self._rooms[replica] = min(num_links, self._max_guessed)
+
     def guess(self, chain: Sequence[bytes], replica: str) -> None:
         """A prompt goes there: soon it has its beginning, unless it says otherwise."""
         life = self._lives.setdefault(replica, 0)
+        self._rooms.setdefault(replica, self._max_guessed)
         for link in reversed(chain[:MAX_LINKS]):  # the longest prefix is forgotten first
             self._guessed.setdefault(link, {})[replica] = life
             self._guessed.move_to_end(link)
-        while len(self._guessed) > self._max_guessed * len(self._lives):
+        most = sum(self._rooms.values())
+        while len(self._guessed) > most:
             self._guessed.popitem(last=False)
 
     def known_links(self, chain: Sequence[bytes], source: str) -> int:

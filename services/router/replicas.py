@@ -9,6 +9,7 @@ from deepmesh.wire.messages import (
     BlockEvents,
     Generate,
     KvKind,
+    Pool,
     PrefixEvents,
     ReplicaStats,
     ServiceStats,
@@ -109,6 +110,9 @@ class Replicas:
         replica.load.heard(own, stats.requests, now)
         if own.fingerprint not in ("", replica.grid.fingerprint):
             replica.grid = Grid(own.fingerprint)  # until it says more
+        if num_blocks := own.total_blocks[Pool.GLOBAL]:
+            grid = replica.grid
+            self.sketch.can_have(name, num_blocks * grid.block_size // grid.step)
 
     def prefixes(self, name: str, events: PrefixEvents) -> None:
         """A replica tells which points it has."""

@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -56,6 +57,7 @@ from .core.events import (
     ExecutorUp,
     HandedOver,
     KvstoreDown,
+    KvstoreHolds,
     KvstoreUp,
     Mail,
     Note,
@@ -85,6 +87,7 @@ _log = logging.getLogger(__name__)
 FILL_S = 0.001  # until the second step of an empty pipeline is planned
 LET_GO_S = 5e-4  # for first tokens on their way to the tokenizer
 LAST_WORDS_S = 1.0  # a drained scheduler waits so long for its last messages to be acknowledged
+_ITEMS = ("memory_items", "disk_items", "shared_items")  # of a kvstore's heartbeat
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
 
 
@@ -114,6 +117,7 @@ class SchedulerService:
             for index in range(config.kvstore.count)
         ]
         self._kvstore_indices: dict[str, int] = {}  # of those that are up, by name
+        self._heard = [ServiceStats()] * config.kvstore.count  # of each: taken note of
         self._prefillers = {
             f"scheduler-{other}": Dialer(
                 config.scheduler_address(other), me, config.links, self._stats
@@ -184,6 +188,8 @@ class SchedulerService:
                 later += self._handle(known)
         for order in self._take_orders():
             later += self._handle(Mail("", order))
+        for held in self._held():
+            later += self._handle(held)
         if (planned := self._planning.take()) is not None:
             later += self._handle(planned)
         if results:
@@ -278,6 +284,15 @@ class SchedulerService:
                 return KvstoreUp(peer.name, index)
         _log.warning("%s dialled in; kvstores are dialled", peer.name)
         return None
+
+    def _held(self) -> Iterator[KvstoreHolds]:
+        """What new heartbeats of kvstores say."""
+        for index, dialer in enumerate(self._kvstores):
+            peer = dialer.peer
+            if peer is not None and peer.stats is not self._heard[index] and peer.stats.stores:
+                self._heard[index] = peer.stats
+                values = dict(peer.stats.stores[0].values)
+                yield KvstoreHolds(index, sum(values.get(name, 0) for name in _ITEMS))
 
     def _scheduler_up(self, peer: Peer) -> PrefillerUp | None:
         """One that computes prompts is dialled; one that dials in wants them of this one."""

@@ -20,9 +20,11 @@ from deepmesh.wire.sockets import Mail
 
 from .core.events import RequestEnded, StepEnded
 from .core.group import group_step_of
+from .core.token_rows import RID_BYTES
+from .recent import Recent
 
 KEPT_STEPS = 4096
-KEPT_ENDED = 20_000  # numbers of requests that have ended
+KEPT_ENDED = 8192  # numbers of requests that have ended
 MAX_OPEN = 256  # steps with results that have not ended
 MAX_NOTES = 2048  # steps in one answer
 _GAPS_NS = [bound * 1e9 for bound in GAPS_S]
@@ -57,7 +59,7 @@ class StepsSeen:
     def __init__(self) -> None:
         self._steps: OrderedDict[int, SeenStep] = OrderedDict()
         self._open: dict[int, list[RankTimes]] = {}
-        self._ended: OrderedDict[int, bytes] = OrderedDict()  # number -> rid
+        self._ended = Recent(KEPT_ENDED, RID_BYTES)
         self._last_end_ns = 0  # on rank 0's device, of the step before, if work was left behind it
         self._last_step = 0
         self._num = [0] * 7  # steps, busy, gap, exposed, straggle (ns), rows, tokens
@@ -100,9 +102,7 @@ class StepsSeen:
         """Its steps are asked about later."""
         self._count_request(ended)
         if ended.number:
-            self._ended[ended.number] = ended.rid
-            if len(self._ended) > KEPT_ENDED:
-                self._ended.popitem(last=False)
+            self._ended.put(ended.number, ended.rid)
 
     def get(self, group_step: int) -> SeenStep | None:
         """A step, unless it was too long ago."""

@@ -19,10 +19,12 @@ from deepmesh.wire.messages import Generate, HandOff, PrefillFor
 from deepmesh.wire.sockets import Mail
 
 from .core.events import HandedOver, RequestEnded, StepEnded
+from .recent import Recent
 from .steps_seen import SeenStep, StepsSeen
 
 KEPT_ARRIVALS = 20_000
-KEPT_LENGTHS = 20_000  # steps, to name a request's slowest
+KEPT_LENGTHS = 16_384  # steps, to name a request's slowest
+_LENGTH_BYTES = 8
 NUM_SLOWEST = 5
 
 
@@ -36,7 +38,7 @@ class Traces:
     def __init__(self, tracer: Tracer, name: str, seen: StepsSeen) -> None:
         """`name`: of the scheduler, a part of the names of its steps."""
         self._tracer, self._name, self._seen = tracer, name, seen
-        self._lengths: OrderedDict[int, int] = OrderedDict()  # group step -> ns
+        self._lengths = Recent(KEPT_LENGTHS, _LENGTH_BYTES)  # group step -> ns
         self._base = 0  # step id minus number, in the present engine epoch
         self._last = 0  # group step that ended
         self._due: set[int] = set()  # steps to export once they have ended
@@ -64,9 +66,8 @@ class Traces:
     def step(self, step: StepEnded) -> None:
         """All ranks have answered a group step, or it was abandoned."""
         self._base = step.step_id - step.group_step
-        self._lengths[step.group_step] = step.applied_ns - step.planned_ns
-        if len(self._lengths) > KEPT_LENGTHS:
-            self._lengths.popitem(last=False)
+        length_ns = max(0, step.applied_ns - step.planned_ns)
+        self._lengths.put(step.group_step, length_ns.to_bytes(_LENGTH_BYTES, "little"))
         self._last = step.group_step
         if step.group_step in self._due:  # a request ends before its last step does
             self._due.remove(step.group_step)
@@ -122,7 +123,11 @@ class Traces:
         It lasts until now: the last result has been applied, and the end is on its way.
         """
         steps = range(ended.first_step, ended.last_step + 1)
-        lengths = {step: self._lengths[step] for step in steps if step in self._lengths}
+        lengths = {
+            step: int.from_bytes(length, "little")
+            for step in steps[-KEPT_LENGTHS:]
+            if (length := self._lengths.get(step)) is not None
+        }
         slowest = sorted(lengths, key=lambda step: (-lengths[step], step))[:NUM_SLOWEST]
         named = dict.fromkeys((ended.first_step, ended.last_step, *slowest[:1]))
         attributes: dict[str, Value] = {

@@ -13,7 +13,7 @@ from deepmesh.wire.messages import (
     Reset,
     StoreBlocks,
 )
-from services.scheduler.core.events import KvstoreDown, KvstoreUp, Send
+from services.scheduler.core.events import KvstoreDown, KvstoreHolds, KvstoreUp, Send
 from services.scheduler.core.request import Phase
 from services.scheduler.sim.requests import SimRequest
 from services.scheduler.sim.store import Contents, Order, Truth, begin
@@ -49,6 +49,10 @@ class StoreDriver(Driver):
         """The scheduler's link is up."""
         self.is_up = True
         self.feed(KvstoreUp(KVSTORE, 0))
+
+    def kvstore_holds(self, num_items: int) -> None:
+        """A heartbeat of it."""
+        self.feed(KvstoreHolds(0, num_items))
 
     def kvstore_down(self, *, empty: bool = True) -> None:
         """The kvstore is lost, and what it had, too."""

@@ -19,6 +19,7 @@ from deepmesh.wire.messages import (
     Shutdown,
     StoreBlocks,
 )
+from services.scheduler.core import kv_stores
 from services.scheduler.core.request import Phase
 from services.scheduler.core.store_loads import LoadCosts
 from services.scheduler.core.store_writes import MAX_MOVES, MAX_OPS
@@ -191,6 +192,30 @@ def test_a_kvstore_that_comes_back_empty_is_filled_by_what_is_used() -> None:
     driver.ask(PROMPT, max_tokens=1)
     driver.run()
     assert len(driver.contents.items) == 7
+    driver.assert_clean()
+
+
+def test_no_more_is_remembered_of_a_kvstore_than_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_stores, "NEW_ITEMS", 0)
+    driver = StoreDriver()
+    driver.ask(PROMPT, max_tokens=1)
+    driver.run()
+    chain = [key for key, kind in driver.contents.items if kind == KvKind.BLOCK]
+    stores = driver.core.stores
+
+    def known() -> list[bool]:
+        return [stores.is_known(KVSTORE, key, KvKind.BLOCK) for key in chain]
+
+    driver.kvstore_holds(7)
+    assert known() == [True] * 6
+    driver.kvstore_holds(3)  # the newest: two blocks and the point
+    assert known() == [False] * 4 + [True] * 2
+    driver.kvstore_holds(0)
+    assert known() == [False] * 6
+    driver.kvstore_holds(7)
+    driver.ask(PROMPT, max_tokens=1)  # and now it is heard of again
+    driver.run()
+    assert known() == [True] * 6
     driver.assert_clean()
 
 

@@ -6,12 +6,14 @@ store reads or a load fills is compared with what the tokens behind its hash lea
 
 from functools import cache
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 from msgspec.structs import replace
 
 from deepmesh.wire.messages import Hits, KvStatus, OpDone, Resume
+from services.scheduler.core import kv_stores
 from services.scheduler.core.store_writes import DEADLINE_NS
 from services.scheduler.sim.store import Contents
 from tests.core.driver import CONFIG, EXECUTOR, SECOND
@@ -110,6 +112,13 @@ class StoreMachine(SchedulerMachine):
             self.driver.kvstore_down(empty=False)
         else:
             self.driver.kvstore_up()
+
+    @rule(num_items=st.integers(0, 12))
+    def the_kvstore_tells_how_much_it_has(self, num_items: int) -> None:
+        """Less, too, than it may have got since."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kv_stores, "NEW_ITEMS", 0)
+            self.driver.kvstore_holds(num_items)
 
     @rule()
     def the_kvstore_forgets(self) -> None:

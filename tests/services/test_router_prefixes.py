@@ -40,6 +40,22 @@ def test_points_and_guesses_are_bounded() -> None:
     assert roomy.guessed_links(long, "a") == MAX_LINKS
 
 
+def test_no_more_is_guessed_than_the_replicas_have_room_for() -> None:
+    sketch = PrefixSketch(max_guessed=100)
+    chains = [GRID.chain(generate(n, 1000)) for n in range(4)]  # 7 links each
+    sketch.can_have("a", 10)
+    sketch.can_have("b", 1000)
+    for chain in chains:
+        sketch.guess(chain, "a")
+    assert [sketch.guessed_links(chain, "a") for chain in chains] == [7] * 4  # there is b's room
+    sketch.can_have("b", 4)
+    sketch.guess(chains[3], "b")
+    assert [sketch.guessed_links(chain, "a") for chain in chains] == [0, 0, 7, 7]
+    sketch.can_have("a", 0)
+    sketch.guess(chains[2], "a")
+    assert sketch.guessed_links(chains[2], "a") == 4
+
+
 def test_a_guess_ends_with_the_word_that_it_is_gone() -> None:
     sketch, chain = PrefixSketch(), GRID.chain(generate(1, PROMPT))
     sketch.guess(chain, "a")

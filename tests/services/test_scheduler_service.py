@@ -13,7 +13,14 @@ import pytest
 from msgspec.structs import replace
 
 from deepmesh import telemetry
-from deepmesh.config import Config, LinksConfig, MeshConfig, SchedulerConfig, TokenizerConfig
+from deepmesh.config import (
+    Config,
+    KvstoreConfig,
+    LinksConfig,
+    MeshConfig,
+    SchedulerConfig,
+    TokenizerConfig,
+)
 from deepmesh.telemetry import new_traceparent
 from deepmesh.wire.inbox import Inbox
 from deepmesh.wire.messages import (
@@ -25,10 +32,13 @@ from deepmesh.wire.messages import (
     GpuDone,
     Load,
     Reset,
+    ServiceStats,
+    StoreFigures,
     SubmitStep,
     TokenBatch,
 )
-from deepmesh.wire.sockets import Dialer, Identity, LinkEvent, Mail
+from deepmesh.wire.sockets import Dialer, Identity, LinkEvent, Listener, Mail
+from services.scheduler.core.kv_stores import KvStores
 from services.scheduler.service import SchedulerService
 from services.scheduler.sim.device import Device
 from services.scheduler.sim.requests import SimRequest
@@ -333,6 +343,32 @@ def test_each_stage_of_a_request_and_each_step_is_a_span(config: Config) -> None
     assert {link[3:35] for link in end["links"]} == {root["trace_id"] for root in roots}
     (decode,) = [line for line in text.splitlines() if '"decode"' in line]
     assert "slowest_steps" in decode
+
+
+def test_the_core_is_told_how_much_a_kvstore_has(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(KvStores, "holds", lambda _, index, count: told.append((index, count)))
+    config = replace(config, kvstore=KvstoreConfig(count=2))
+    items = [4]
+
+    def stats() -> ServiceStats:
+        values = [("memory_bytes", 99), ("memory_items", 1), ("disk_items", 2)]
+        figures = StoreFigures("kvstore-1", [*values, ("shared_items", items[0])])
+        return ServiceStats(ready=True, stores=[figures])
+
+    me = Identity.new("kvstore", "kvstore-1")
+    store = Listener(config.kvstore_address(1), me, config.links, stats)
+    mesh = Mesh(config)
+    try:
+        mesh.inbox.add(store)
+        mesh.pump(lambda: (1, 7) in told)
+        items[0] = 30
+        mesh.pump(lambda: (1, 33) in told)
+        assert {index for index, _ in told} == {1}
+    finally:
+        mesh.close()
 
 
 def test_the_process_starts_drains_on_sigterm_and_ends_with_zero(tmp_path: Path) -> None:

@@ -43,12 +43,12 @@ global_blocks = 768
 window_blocks = 768
 [kvstore]
 count = 1
-memory_bytes = 33554432
-disk_bytes = 67108864
+memory_bytes = 8388608
+disk_bytes = 16777216
 disk_dir = "{folder}/disk"
 record_bytes = 4194304
 redis_url = "unix://{folder}/redis.sock"
-redis_max_bytes = 33554432
+redis_max_bytes = 8388608
 """
 
 

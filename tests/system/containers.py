@@ -21,7 +21,7 @@ SERVICES = (
 )
 # The binary itself: the script that the package installs beside it loses the exit status.
 COMPOSE = Path(sysconfig.get_path("purelib")) / "compose/docker-compose"
-UP_S = 300.0
+UP_S, PAUSE_S = 300.0, 60.0
 
 
 class ComposeMesh:
@@ -132,8 +132,19 @@ class ComposeMesh:
         )
 
     def pause(self, service: str) -> None:
-        """Stop all of its processes where they stand."""
-        self._engine.docker("pause", self.container(service))
+        """Stop all of its processes where they stand.
+
+        runc asks a busy container 1,000 times within some milliseconds to freeze, then thaws it and
+        gives up; that, and nothing else, is asked for again.
+        """
+        deadline = time.monotonic() + PAUSE_S
+        while True:
+            try:
+                self._engine.docker("pause", self.container(service))
+                return
+            except EngineError as error:
+                if "unable to freeze" not in str(error) or time.monotonic() > deadline:
+                    raise
 
     def go_on(self, service: str) -> None:
         """End the pause."""

@@ -158,6 +158,14 @@ class KvstoreDown:
 
 
 @dataclass(frozen=True, slots=True)
+class KvstoreHolds:
+    """A heartbeat of kvstore `index`: so many blocks and points it has, in all tiers."""
+
+    index: int
+    num_items: int
+
+
+@dataclass(frozen=True, slots=True)
 class RouterUp:
     """The link to a router is up: it wants to know which prefixes are here."""
 
@@ -208,6 +216,7 @@ Event = (
     | ExecutorDown
     | KvstoreUp
     | KvstoreDown
+    | KvstoreHolds
     | PrefillerUp
     | PrefillerDown
     | DecoderDown

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from deepmesh.wire.messages import Hits, KvKind, KvTier, Lookup
 
@@ -10,6 +11,7 @@ from .outbox import Outbox
 from .request import Found, Request
 
 MAX_KNOWN = 1 << 17  # blocks and points of a kvstore that the scheduler remembers
+NEW_ITEMS = 1024  # that may have come since its heartbeat
 MAX_LOOKUPS = 64  # open at once, per kvstore
 QUIET_NS = 1_000_000_000  # a kvstore that did not answer in time is not asked for so long
 
@@ -21,6 +23,7 @@ class _Store:
     """One kvstore whose link is up."""
 
     name: str
+    room: int = MAX_KNOWN  # keys that are remembered
     known: dict[Key, None] = field(default_factory=dict[Key, None])  # oldest first
     lookups: dict[int, tuple[Found, list[bytes]]] = field(
         default_factory=dict[int, tuple[Found, list[bytes]]]
@@ -88,8 +91,14 @@ class KvStores:
         for key in keys:
             store.known.pop(key, None)
             store.known[key] = None
-        while len(store.known) > MAX_KNOWN:
-            del store.known[next(iter(store.known))]
+        self._fit(store)
+
+    def holds(self, index: int, num_items: int) -> None:
+        """A kvstore has so many. Who remembers more of it remembers what has left: the oldest."""
+        store = self._stores.get(index)
+        if store is not None:
+            store.room = min(MAX_KNOWN, max(0, num_items) + NEW_ITEMS)
+            self._fit(store)
 
     def forget(self, name: str, keys: Iterable[Key]) -> None:
         """These are not there, or not as they should be."""
@@ -145,6 +154,11 @@ class KvStores:
                 store.lookups.pop(lookup_id)[0].is_open = False
                 store.quiet_until_ns = now + QUIET_NS
                 self.counters["late_lookups"] += 1
+
+    @staticmethod
+    def _fit(store: _Store) -> None:
+        for key in list(islice(store.known, max(0, len(store.known) - store.room))):
+            del store.known[key]
 
     def _of(self, chain: list[bytes]) -> _Store | None:
         if not chain or not self.count:

@@ -41,6 +41,7 @@ from .events import (
     ExecutorUp,
     Incoming,
     KvstoreDown,
+    KvstoreHolds,
     KvstoreUp,
     Mail,
     PrefillerDown,
@@ -182,6 +183,8 @@ class Scheduler:
                 self.stores.up(peer, index)
             case KvstoreDown(_, index):
                 self.stores.down(index)
+            case KvstoreHolds(index, num_items):
+                self.stores.holds(index, num_items)
             case PrefillerUp() | PrefillerDown() | DecoderDown():
                 self.handovers.link(event, now)
             case RouterUp(peer):
