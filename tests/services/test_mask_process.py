@@ -210,6 +210,57 @@ def test_sixty_four_new_schemas_at_once(process: MaskProcess) -> None:
     assert time.monotonic() - began < 10  # 30 ms on an idle core
 
 
+# The 16 letters before the end matter: nearly each letter of an output is a new state.
+STATEFUL = make_grammar("regex", "(a|b)*a(a|b){16}c")
+STATES = 50_000  # that an automaton may have
+
+
+def say(slot: int, serial: int, position: int, text: str) -> Advance:
+    """An output's next letters, together."""
+    letters = {letter: ids_of(letter)[0] for letter in "ab"}
+    rows = [(slot, serial, at, letters[letter]) for at, letter in enumerate(text, position)]
+    return Advance(np.array(rows, TOKEN).tobytes())
+
+
+def letters(num: int, seed: int) -> str:
+    bits = np.random.default_rng(seed).integers(0, 2, num)
+    return "".join("ab"[bit] for bit in bits)
+
+
+def test_a_grammar_does_not_wear_out(process: MaskProcess) -> None:
+    """All outputs of a grammar share an automaton that grows; each stands for itself all the same.
+
+    The first outlives two automatons, and others that are open, too, have both of them worn.
+    """
+    mail = Mail(process)
+    process.send([open_(0, 1, STATEFUL), open_(1, 2, STATEFUL)])
+    said = 0
+    for serial in range(3, 50):
+        text = letters(4000, serial)
+        process.send([open_(2, serial, STATEFUL), say(2, serial, 50, text)])
+        if said < 800:
+            process.send([say(slot, 1 + slot, 50 + said, text[:20]) for slot in (0, 1)])
+            said += 20
+            assert mail.state(1, 50 + said) is MaskState.MASK
+            assert mail.state(2, 50 + said) is MaskState.MASK
+        assert mail.state(serial, 50 + len(text)) is MaskState.MASK, f"output {serial}"
+        assert allowed(process, 2) >= {ids_of("a")[0], ids_of("b")[0]}
+        process.send([Close(np.array([serial], "<u4").tobytes())])
+    assert len(mail.opened) == 49  # nobody hears of it
+
+
+def test_an_output_that_alone_wants_too_many_states_fails_alone(process: MaskProcess) -> None:
+    mail = Mail(process)
+    process.send([open_(0, 1, STATEFUL), open_(1, 2, STATEFUL)])
+    text = letters(STATES + 30_000, 7)
+    process.send([say(0, 1, 50, text), say(1, 2, 50, text[:100])])
+    assert mail.state(1, 50 + len(text)) is MaskState.BROKEN
+    assert mail.state(2, 150) is MaskState.MASK
+    process.send([say(1, 2, 150, "abab"), open_(2, 3, STATEFUL)])
+    assert mail.state(2, 154) is MaskState.MASK
+    assert mail.state(3, 50) is MaskState.MASK
+
+
 def test_closed_constraints_are_forgotten(process: MaskProcess) -> None:
     mail = Mail(process)
     process.send([open_(0, 1)])

@@ -23,7 +23,7 @@ from tests.soak.processes import Watch, with_children
 
 LOAD = 0.8  # of the capacity
 WARMUP, MOST_WARMUP = 0.2, 0.5  # of the time at that load
-WARM_REQUESTS = 8000  # behind them the rings of spans and steps, and all caches, are full
+WARM_REQUESTS = 12_000  # behind them the rings of spans and steps, and all caches, are full
 SAMPLES = 480
 
 

@@ -14,7 +14,7 @@ from bench.load.http import Answer
 from tests.soak.mix import Ask, Mix
 
 MAX_OPEN = 96  # requests; what comes above waits at the client, and counts as late
-CAPACITY_STREAMS = 24
+CAPACITY_STREAMS = 48  # more than all rows: what depends on the most at once is there early
 TIMEOUT_S = 120.0
 NOT_STREAMED = "the answer is no event stream"  # what the client says of a whole answer
 REFUSED = ("HTTP 429", "HTTP 503")

@@ -10,6 +10,8 @@ from deepmesh.wire.packed import unpack_ids
 from services.executor.masks.protocol import MaskState, Open
 from services.executor.masks.vocabulary import BITS, MaskVocabulary, Words
 
+_WORN = "lexer error: too many"  # states, or expressions: what llguidance says at its limits
+
 
 class Constraint:
     """A matcher behind the text that the grammar starts after (the end of thinking)."""
@@ -17,7 +19,7 @@ class Constraint:
     def __init__(self, order: Open, matcher: LLMatcher, vocabulary: MaskVocabulary) -> None:
         """`matcher` stands at the start of an output, and stays there; that of `order` is
         replayed by a copy."""
-        self.slot, self.serial = order.slot, order.serial
+        self.slot, self.serial, self.grammar = order.slot, order.serial, order.grammar
         output = unpack_ids(order.output).tolist()
         self.position = order.position - len(output)
         self._fresh, self._matcher, self._vocabulary = matcher, matcher.deep_copy(), vocabulary
@@ -33,7 +35,7 @@ class Constraint:
         self._seen = b""  # end of the output that could begin the marker
         self._has_begun = not self._marker
         self._is_broken = False
-        self._taken: list[int] = []  # tokens, by the matcher
+        self._taken: list[int] = []  # tokens, by the matcher; those after it broke, too
         self._is_trying = False  # what comes are drafts
         self.state = MaskState.MISSING  # at `position`
         self._nothing = bytes(4 * vocabulary.num_words)
@@ -67,12 +69,10 @@ class Constraint:
 
     def _match(self, tokens: list[int]) -> None:
         """A matcher that has ended, or failed, takes nothing more."""
-        if self._is_broken:
-            return
-        if self._matcher.is_stopped() or not self._matcher.consume_tokens(tokens):
-            self._is_broken = True
-        else:
-            self._taken += tokens
+        if not self._is_broken:
+            stopped = self._matcher.is_stopped()
+            self._is_broken = stopped or not self._matcher.consume_tokens(tokens)
+        self._taken += tokens
 
     def walk(self, drafts: Sequence[int], rows: Sequence[Words]) -> int:
         """Masks for the places behind drafts, as far as they may follow; nothing has happened
@@ -102,15 +102,31 @@ class Constraint:
             elif at != MaskState.MASK:
                 break
             place += 1
-        extra = len(self._taken) - num_taken
+        extra, was_broken = len(self._taken) - num_taken, self._is_broken
         del self._taken[num_taken:]
         self.position, self.state, self._seen, self._matcher = position, state, seen, matcher
         self._has_begun, self._is_broken, self._is_trying = has_begun, False, False
-        if has_begun and (matcher.is_error() or (extra and not matcher.rollback(extra))):
+        is_lost = was_broken or matcher.is_error()
+        if has_begun and (is_lost or (extra and not matcher.rollback(extra))):
             # what only drafts led to is nothing that the request may fail for
-            self._matcher = self._fresh.deep_copy()
-            self._is_broken = not self._matcher.consume_tokens(self._taken)
+            self.renew(self._fresh)
         return 1 + place
+
+    @property
+    def is_worn(self) -> bool:
+        """It failed because its automaton is too large, perhaps by what others said: all outputs
+        that begin with one matcher share one, which grows with them."""
+        return _WORN in self.problem
+
+    @property
+    def problem(self) -> str:
+        """What the matcher says of itself; empty while it works."""
+        return self._matcher.get_error() if self._matcher.is_error() else ""
+
+    def renew(self, matcher: LLMatcher) -> None:
+        """Go on behind another matcher of the same grammar, as if it had been there always."""
+        self._fresh, self._matcher = matcher, matcher.deep_copy()
+        self._is_broken = not self._matcher.consume_tokens(self._taken)
 
     def fill(self, row: Words) -> MaskState:
         """What may come at `position`; for MASK, `row` says so."""

@@ -62,6 +62,7 @@ class GrammarStore:
         self._limit_ns = round(limit_s * 1e9)
         self._wake = wake
         self._kept: OrderedDict[tuple[bytes, str, str], CompiledGrammar] = OrderedDict()
+        self._pending: list[CompiledGrammar] = []
         self._threads = ThreadPoolExecutor(
             threads, thread_name_prefix="compile", initializer=_stand_back
         )
@@ -72,18 +73,31 @@ class GrammarStore:
         if found := self._kept.get(key):
             self._kept.move_to_end(key)
             return found, True
-        compiled = self._kept[key] = CompiledGrammar(time.time_ns())
+        compiled = self._kept[key] = self.fresh(grammar)
         while len(self._kept) > self._size:
             self._kept.popitem(last=False)
+        return compiled, False
+
+    def fresh(self, grammar: Grammar) -> CompiledGrammar:
+        """One that nobody else gets, ordered now."""
+        compiled = CompiledGrammar(time.time_ns())
+        self._pending.append(compiled)
         done = self._threads.submit(self._compile, grammar)
         done.add_done_callback(lambda done: self._finish(compiled, done))
-        return compiled, False
+        return compiled
+
+    def drop(self, grammar: Grammar, worn: CompiledGrammar) -> None:
+        """Nobody gets this one any more."""
+        key = (grammar.hash, grammar.kind, grammar.text)
+        if self._kept.get(key) is worn:
+            del self._kept[key]
 
     def give_up_late(self) -> None:
         """What has been compiling for too long is a failure, whatever comes of it."""
         now_ns = time.time_ns()
-        for compiled in self._kept.values():
-            if not compiled.is_done and self._is_late(compiled, now_ns):
+        self._pending = [compiled for compiled in self._pending if not compiled.is_done]
+        for compiled in self._pending:
+            if self._is_late(compiled, now_ns):
                 compiled.end_ns = now_ns
 
     def close(self) -> None:

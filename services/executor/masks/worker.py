@@ -36,6 +36,7 @@ from services.executor.masks.vocabulary import MaskVocabulary
 _log = logging.getLogger(__name__)
 FLUSH_NS = 300_000  # answers that are ready do not wait longer for those behind them
 LOOK_S = 0.25  # how often late compilations are looked for
+MAX_RENEWALS = 2  # of one output: with others, then alone
 
 
 class Worker:
@@ -72,6 +73,9 @@ class Worker:
         self._open: dict[int, Constraint] = {}  # by serial
         # tokens came meanwhile
         self._compiling: dict[int, tuple[Open, CompiledGrammar, list[int]]] = {}
+        self._bases: dict[int, CompiledGrammar] = {}  # by serial: what it began with
+        self._renewals: dict[int, int] = {}  # by serial: how often it was given another one
+        self._renewing: dict[int, CompiledGrammar] = {}  # by serial: the next one
         self._ahead: list[tuple[Compile, CompiledGrammar]] = []  # orders that are not done
         self._due: deque[int] = deque()  # serials whose next mask is to be filled
         # serials whose drafts are to be walked, when nothing else is due: (position, drafts)
@@ -92,7 +96,7 @@ class Worker:
                 self._frames.send([Ready(os.getpid())])
                 while True:
                     # what is due is filled first; mail that is there goes before it
-                    waits = self._compiling or self._ahead
+                    waits = self._compiling or self._renewing or self._ahead
                     timeout = 0 if self._due or self._walks else LOOK_S if waits else None
                     readable: set[object] = {key.fileobj for key, _ in selector.select(timeout)}
                     self._turn(readable)
@@ -109,7 +113,7 @@ class Worker:
         if self._end in readable:
             for message in self._frames.receive():
                 self._on_message(message)
-        if self._compiling or self._ahead:
+        if self._compiling or self._renewing or self._ahead:
             self._take_compiled()
         self._fill_some()
 
@@ -159,8 +163,10 @@ class Worker:
                     self._walks[serial] = (position, own)
             case Close(serials=serials):
                 for serial in np.frombuffer(serials, "<u4").tolist():
-                    self._open.pop(serial, None)
-                    self._compiling.pop(serial, None)
+                    for known in (self._open, self._compiling, self._bases):
+                        known.pop(serial, None)
+                    self._renewals.pop(serial, None)
+                    self._renewing.pop(serial, None)
             case Ready() | Answers() | Opened() | Compile() | Compiled():
                 raise AssertionError(f"a {type(message).__name__} is not for a worker")
 
@@ -189,6 +195,8 @@ class Worker:
         done = [serial for serial, (_, compiled, _) in self._compiling.items() if compiled.is_done]
         for serial in done:
             self._begin(*self._compiling.pop(serial), from_cache=False)
+        for serial in [serial for serial, made in self._renewing.items() if made.is_done]:
+            self._renewed(serial, self._renewing.pop(serial))
 
     def _begin(
         self, order: Open, compiled: CompiledGrammar, tokens: list[int], *, from_cache: bool
@@ -204,8 +212,35 @@ class Worker:
         constraint = Constraint(order, compiled.matcher, self._vocabulary)
         for token in tokens:
             constraint.consume(token)
-        self._open[order.serial] = constraint
+        self._open[order.serial], self._bases[order.serial] = constraint, compiled
         self._due.append(order.serial)
+
+    def _renew(self, constraint: Constraint) -> bool:
+        """What many outputs have done to an automaton is nothing that one may fail for: it gets a
+        new one, and the last time one of its own. Whether one is to come."""
+        serial, grammar = constraint.serial, constraint.grammar
+        count = self._renewals[serial] = self._renewals.get(serial, 0) + 1
+        if count > MAX_RENEWALS:
+            return False
+        _log.info("a grammar's automaton is full: %s", constraint.problem[:100])
+        self._store.drop(grammar, self._bases[serial])
+        is_last = count == MAX_RENEWALS
+        made = self._store.fresh(grammar) if is_last else self._store.get(grammar)[0]
+        self._renewing[serial] = made
+        if made.is_done:
+            self._wake()
+        return True
+
+    def _renewed(self, serial: int, compiled: CompiledGrammar) -> None:
+        constraint = self._open[serial]
+        if compiled.matcher is None:
+            _log.warning("a grammar could not be compiled again: %s", compiled.problem[:200])
+            at = (constraint.slot, serial, constraint.position)
+            self._answer(*at, MaskState.BROKEN)
+            return
+        self._bases[serial] = compiled
+        constraint.renew(compiled.matcher)
+        self._due.append(serial)
 
     # ------------------------------------------------------------ masks
 
@@ -223,14 +258,16 @@ class Worker:
 
     def _fill(self, serial: int) -> None:
         constraint = self._open.get(serial)
-        if constraint is not None:
+        if constraint is not None and serial not in self._renewing:
             state = constraint.fill(self._rows[constraint.slot][0])
+            if state is MaskState.BROKEN and constraint.is_worn and self._renew(constraint):
+                return
             self._answer(constraint.slot, constraint.serial, constraint.position, state)
 
     def _walk(self, serial: int, position: int, drafts: list[int]) -> None:
         """Of a constraint that has gone on meanwhile nobody waits for it."""
         constraint = self._open.get(serial)
-        if constraint is None or constraint.position != position:
+        if constraint is None or constraint.position != position or serial in self._renewing:
             return
         rows = self._rows[constraint.slot]
         num = constraint.walk(drafts[: len(rows) - 1], rows)
