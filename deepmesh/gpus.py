@@ -75,8 +75,8 @@ def missing_gpus(least: int, driver: Path = DRIVER) -> str:
     found = sum(1 for _ in driver.iterdir())
     if found < least:
         return (
-            f"this host has {found} GPUs where {least} are asked for: set DEEPMESH_GPUS={found} and"
-            f" start the executors of that many replicas only, or share them out with GPU_0, GPU_1"
+            f"this host has {found} GPUs where {least} are asked for: run `python3 compose/gpus.py"
+            f" --replicas {found}`, which writes compose.gpu.yaml and mesh.gpu.toml for so many"
         )
     return ""
 

@@ -7,18 +7,21 @@ import sys
 import tempfile
 from pathlib import Path
 
+from deepmesh.report import Json, publish, report
 from tests.fuzz import corpus
+from tests.fuzz.limit import LIMIT_S, cpu_s
+from tests.fuzz.services import logging_nothing
 from tests.fuzz.targets import TARGETS
 
-TIMEOUT_S = 10  # libFuzzer's word for a hang: wall clock, of a machine that does other things, too
+TIMEOUT_S = 10  # ends the run: wall clock, instrumented. `limit.LIMIT_S` is what counts
 RSS_MB = 2048
 MAX_LEN = 512
 
 
-def run_target(name: str, seconds: int, folder: Path) -> dict[str, object]:
+def run_target(name: str, seconds: int, folder: Path) -> dict[str, Json]:
     """One target for so long; what covered more is added to its corpus."""
-    inputs, crashes = folder / "inputs", folder / "crashes"
-    for path in (inputs, crashes):
+    inputs, crashes, slow = (folder / each for each in ("inputs", "crashes", "slow"))
+    for path in (inputs, crashes, slow):
         path.mkdir(parents=True)
     for number, data in enumerate(corpus.read(name)):
         (inputs / f"{number:04d}").write_bytes(data)
@@ -30,21 +33,33 @@ def run_target(name: str, seconds: int, folder: Path) -> dict[str, object]:
         f"-artifact_prefix={crashes}/",
         "-print_final_stats=1",
     ]
-    ended = _atheris(name, [*options, str(inputs)], seconds + 600)
+    ended = _atheris(name, [str(slow), *options, str(inputs)], seconds + 600)
     corpus.write(name, [path.read_bytes() for path in inputs.iterdir()])  # each covered more
     runs = re.findall(r"stat::number_of_executed_units:\s*(\d+)", ended.stderr)
     covered = re.findall(r"\bcov: (\d+)", ended.stderr)
     found = sorted(crashes.iterdir())
+    found += [path for path in sorted(slow.iterdir()) if _hangs(name, path.read_bytes())]
+    if not runs:
+        sys.exit(f"{name}: nothing was run:\n{ended.stderr[-2000:]}")
     if found:
         print(ended.stdout[-6000:], ended.stderr[-6000:], file=sys.stderr)  # tracebacks first
     return {
         "target": name,
         "seconds": seconds,
-        "runs": int(runs[-1]) if runs else 0,
+        "runs": int(runs[-1]),
         "covered": int(covered[-1]) if covered else 0,
         "corpus": len(corpus.read(name)),
-        "crashes": [f"{path.name.split('-')[0]}: {path.read_bytes().hex()}" for path in found],
+        "crashes": [
+            f"{path.parent.name} {path.name.split('-')[0]}: {path.read_bytes().hex()}"
+            for path in found
+        ],
     }
+
+
+def _hangs(name: str, data: bytes) -> bool:
+    with logging_nothing():
+        cpu_s(name, data)  # imports and caches
+        return cpu_s(name, data) > LIMIT_S
 
 
 def _atheris(name: str, options: list[str], limit_s: int) -> "subprocess.CompletedProcess[str]":
@@ -57,11 +72,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0, help="of all targets together")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("targets", nargs="*", help=f"of {', '.join(TARGETS)}; none: all")
+    parser.add_argument(
+        "targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}; none: all"
+    )
     arguments = parser.parse_args()
     names = arguments.targets or list(TARGETS)
+    if unknown := set(names) - set(TARGETS):
+        parser.error(f"no target {', '.join(sorted(unknown))}; there are {', '.join(TARGETS)}")
     seconds = max(1, int(60 * arguments.minutes / len(names)))
-    results: list[dict[str, object]] = []
+    results: list[dict[str, Json]] = []
     for name in names:
         with tempfile.TemporaryDirectory(prefix="fuzz") as folder:
             results.append(run_target(name, seconds, Path(folder)))
@@ -71,7 +90,11 @@ def main() -> int:
             f"{line['corpus']} inputs kept, {len(results[-1]['crashes'])} crashes",  # type: ignore[arg-type]
             file=sys.stderr,
         )
-    return 1 if any(line["crashes"] for line in results) else 0
+    config: dict[str, Json] = {"minutes": arguments.minutes, "limit_s": LIMIT_S, "rss_mb": RSS_MB}
+    ok = not any(line["crashes"] for line in results)
+    found = report("make fuzz", config=config, cases=results, ok=ok)
+    publish(found, name="fuzz", as_json=arguments.json)
+    return 0 if ok else 1
 
 
 if __name__ == "__main__":

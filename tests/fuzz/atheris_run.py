@@ -1,17 +1,28 @@
-"""One target under atheris: python -m tests.fuzz.atheris_run TARGET [options of libFuzzer]"""
+"""One target under atheris: python -m tests.fuzz.atheris_run TARGET SLOW [options of libFuzzer]
 
+Inputs that take longer than `limit.LIMIT_S` are left in the folder SLOW: what is instrumented is
+several times slower, so whoever started this tries them again.
+"""
+
+import hashlib
 import sys
+from pathlib import Path
 
 import atheris  # pyright: ignore[reportMissingImports]: of the extra [fuzz]
 
 
 def main() -> None:
     """Import under instrumentation, then fuzz until libFuzzer ends the process."""
-    name = sys.argv.pop(1)
+    name, slow = sys.argv.pop(1), Path(sys.argv.pop(1))
     with atheris.instrument_imports(include=["deepmesh", "services"]):
+        from tests.fuzz.limit import LIMIT_S, cpu_s
         from tests.fuzz.services import logging_nothing
-        from tests.fuzz.targets import TARGETS
-    atheris.Setup(sys.argv, TARGETS[name])
+
+    def run(data: bytes) -> None:
+        if cpu_s(name, data) > LIMIT_S:
+            (slow / hashlib.sha256(data).hexdigest()[:16]).write_bytes(data)
+
+    atheris.Setup(sys.argv, run)
     with logging_nothing():
         atheris.Fuzz()
 

@@ -10,22 +10,14 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz import corpus
+from tests.fuzz.limit import run
 from tests.fuzz.services import logging_nothing
 from tests.fuzz.source import Source
 from tests.fuzz.targets import TARGETS
 from tests.fuzz.trees import VALUES, damaged
 
 BUDGET_S = 2.0  # of a target; the corpus comes first, and always whole
-LIMIT_S = 1.0  # of one input, in CPU time: other processes have their share of the machine
 MEMORY_KB = 400 << 10  # that all inputs of a target may add to what the process has used
-
-
-def run(name: str, data: bytes) -> None:
-    """One input, within its time."""
-    began = time.process_time()
-    TARGETS[name](data)
-    took_s = time.process_time() - began
-    assert took_s < LIMIT_S, f"{took_s:.2f} s for {data.hex()}"
 
 
 @pytest.fixture(autouse=True, scope="module")

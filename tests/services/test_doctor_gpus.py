@@ -102,4 +102,6 @@ def test_containers_are_told_why_there_is_no_gpu(tmp_path: Path) -> None:
     assert "has no NVIDIA driver" in missing_gpus(1, tmp_path / "none")
     (tmp_path / "0000:00:01.0").mkdir()
     assert missing_gpus(1, tmp_path) == ""
-    assert "has 1 GPUs where 2 are asked for" in missing_gpus(2, tmp_path)
+    words = missing_gpus(2, tmp_path)
+    assert "has 1 GPUs where 2 are asked for" in words
+    assert "python3 compose/gpus.py --replicas 1" in words

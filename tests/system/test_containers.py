@@ -96,6 +96,10 @@ def test_containers_run_with_little(mesh: ComposeMesh) -> None:
         assert out.startswith("10001\n"), out
         assert "CapEff:\t0000000000000000" in out
         assert out.count("Read-only file system") >= (1 if service == "redis" else 2)
+        limits: dict[str, int] = mesh.inspect(service)["HostConfig"]  # type: ignore[assignment]
+        assert limits["PidsLimit"] == 2048
+        is_sized = not service.startswith(("executor", "kvstore"))  # theirs is the operator's
+        assert limits["Memory"] == ((1 if service == "redis" else 4) << 30 if is_sized else 0)
 
 
 def test_each_container_sees_its_own_keys_and_no_others(mesh: ComposeMesh) -> None:
