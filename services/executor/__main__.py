@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from deepmesh import log, telemetry
+from deepmesh import garbage, log, telemetry
 from deepmesh.config import Config, ConfigError, load_config
 from deepmesh.recorder import Recorder
 from deepmesh.start_checks import weights_problem
@@ -67,6 +67,7 @@ def main() -> int:
     parser.add_argument("--index", type=int, default=0, help="of its scheduler")
     parser.add_argument("--rank", type=int, default=0, help="in the scheduler's EP group")
     arguments = parser.parse_args()
+    garbage.share_arena()
     name = f"executor-{arguments.index}-{arguments.rank}"
 
     def on_span(
