@@ -10,9 +10,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from deepmesh.wire.messages import SubmitStep
 from services.executor.calibration import Calibration
-from services.executor.interface import LiveRows
 from services.executor.kv_cache import KvCache
 from services.executor.models.outputs import DraftOutput
 from services.executor.slots import SlotTable
@@ -95,21 +93,7 @@ def _binned(seen: Sequence[tuple[float, bool]]) -> Place:
     )
 
 
-class CountingSpeculation(Speculation):
-    """Counts the drafts that are verified, whatever was planned."""
-
-    verified = 0  # so far
-
-    def trim(
-        self, live: LiveRows, step: SubmitStep, bound: NDArray[np.int64] | None = None
-    ) -> LiveRows:
-        """See `Speculation`."""
-        trimmed = super().trim(live, step, bound)
-        self.verified += int((trimmed.counts - 1)[trimmed.drafted].sum())
-        return trimmed
-
-
-class RecordingSpeculation(CountingSpeculation):
+class RecordingSpeculation(Speculation):
     """Drafts of the model, whose fate is kept in `recording`."""
 
     def __init__(self, draft: DraftModel, cache: KvCache, slots: SlotTable, draft_len: int) -> None:
@@ -117,7 +101,7 @@ class RecordingSpeculation(CountingSpeculation):
         self.calibration = self.recording = Recording(draft_len)
 
 
-class OracleSpeculation(CountingSpeculation):
+class OracleSpeculation(Speculation):
     """The model's draft pass, but other drafts: as often right as was recorded, and as sure."""
 
     truth: ClassVar[dict[int, "Fate"]] = {}  # by seed of the request

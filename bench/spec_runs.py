@@ -14,12 +14,12 @@ from bench.determinism.jobs import Job
 from bench.determinism.rig import Rig
 from bench.spec_acceptance import (
     Acceptance,
-    CountingSpeculation,
     Fate,
     OracleSpeculation,
     RecordingSpeculation,
 )
 from bench.spec_roofline import Roofline
+from bench.spec_window import Counts, Window
 from deepmesh.config import Config, ExecutorConfig, MeshConfig, SchedulerConfig
 from deepmesh.wire.messages import Generate, Load, SamplingParams
 from deepmesh.wire.packed import pack_ids, unpack_ids
@@ -32,7 +32,14 @@ from services.executor.runner import Model, ModelEngine
 from services.executor.speculation import Speculation
 
 NONE, ADAPTIVE = "none", "adaptive"
+ZERO = "0"  # a fixed length: another engine without drafts
 LENGTHS = (1, 2, 3, 4, 5)
+# Steps of a run that are counted at most: so many of all its rows together, but never fewer.
+WINDOW_ROW_STEPS, WINDOW_STEPS = 768, 12
+WIDEST = 1 + max(LENGTHS)  # tokens that a step brings a request, at most
+# Behind an output so near to its end drafts are cut, by a step earlier where one is in flight.
+END_TOKENS = 2 * WIDEST
+LEAST_TOKENS = 1 + WINDOW_STEPS * WIDEST + END_TOKENS  # that hold all counted steps of a row
 PROMPT_TOKENS = 8  # what a prompt costs is not asked here
 EOS = 1
 LONGEST_PROMPT, ANSWER_TOKENS = 400, 100  # at most
@@ -71,49 +78,25 @@ class SharedEngine(ModelEngine):
 
 @dataclass(frozen=True)
 class Run:
-    """One run of one policy, counted while all its requests decode."""
+    """One run of one policy, counted while all its requests decode; see `Window`."""
 
-    tokens: int
-    seconds: float
-    verified: int  # drafts, of the whole run
-    accepted: list[int]  # by place
-    brought: int  # tokens of the whole run
-    outputs: dict[int, list[int]]
+    counts: Counts
+    outputs: dict[int, list[int]]  # of the whole run
 
     @property
     def rate(self) -> float:
         """Tokens per second."""
-        return self.tokens / self.seconds
+        return self.counts.tokens / self.counts.seconds
+
+    @property
+    def verified(self) -> int:
+        """Drafts."""
+        return sum(self.counts.verified)
 
     @property
     def verifying(self) -> int:
-        """Steps of rows of the whole run, each of which brought a token and its drafts."""
-        return max(1, self.brought - sum(self.accepted))
-
-
-class Window:
-    """From the moment at which every request has a token to that at which the first one ends."""
-
-    def __init__(self, clock: Callable[[], float], *, ends_run: bool) -> None:
-        self._clock, self.ends_run = clock, ends_run
-        self.tokens, self.seconds = 0, 0.0
-        self._began = self._at = 0.0
-        self._before, self._is_over = 0, False
-
-    def look(self, rig: Rig) -> None:
-        """After results; see `Rig.run`."""
-        if self._is_over:
-            return
-        outputs, now = rig.outputs.values(), self._clock()
-        if not self._began:
-            if all(output.num_tokens for output in outputs):
-                self._began, self._before = now, sum(output.num_tokens for output in outputs)
-        elif any(output.end is not None for output in outputs):
-            self._is_over = True
-            self.seconds = now - self._began
-            self.tokens = sum(output.num_tokens for output in outputs) - self._before
-            if self.ends_run:
-                rig.abort()
+        """Steps of rows, each of which brought a token and its drafts."""
+        return self.counts.tokens - sum(self.counts.accepted)
 
 
 class Policies:
@@ -139,7 +122,7 @@ class Policies:
         self._clock = clock
         self._checkpoint, self._rows, self._acceptance = checkpoint, rows, acceptance
         self._max_len = LONGEST_PROMPT + tokens if acceptance is None else PROMPT_TOKENS + tokens
-        self._speculation = CountingSpeculation if acceptance is None else OracleSpeculation
+        self._speculation = Speculation if acceptance is None else OracleSpeculation
         self._models: dict[Path, Model] = {}
         self._rigs: dict[str, Rig] = {}
         self._engines: dict[str, SharedEngine] = {}
@@ -160,7 +143,7 @@ class Policies:
 
     def learn(self, jobs: Sequence[Job]) -> dict[int, list[int]]:
         """The outputs without drafts, of which the drafts to come are made."""
-        self._outputs = self.run(NONE, jobs, is_whole=True).outputs
+        self._outputs = self._whole(NONE, jobs)
         self.deal(0)
         return self._outputs
 
@@ -173,35 +156,33 @@ class Policies:
                 for seed, ids in self._outputs.items()
             }
 
-    def run(self, policy: str, jobs: Sequence[Job], *, is_whole: bool = False) -> Run:
-        """All jobs at once, until the first one ends, or all do."""
-        rig = self._rig(policy)
-        before, window = rig.core.stats(), Window(self._clock, ends_run=not is_whole)
-        known = self._num_verified(policy)
+    def run(self, policy: str, jobs: Sequence[Job]) -> Run:
+        """All jobs at once, until enough was counted.
+
+        Raises:
+            EmptyWindow: too little was.
+        """
+        rig, most_steps = self._rig(policy), max(WINDOW_STEPS, WINDOW_ROW_STEPS // len(jobs))
+        longest = min(job.generate.max_tokens for job in jobs) - END_TOKENS
+        window = Window(self._clock, longest=longest, most_steps=most_steps)
         rig.run(list(enumerate(jobs)), len(jobs), window.look)
-        stats = rig.core.stats()
-        outputs = {i: unpack_ids(bytes(out.ids)).tolist() for i, out in rig.outputs.items()}
-        return Run(
-            tokens=window.tokens,
-            seconds=window.seconds,
-            verified=self._num_verified(policy) - known,
-            accepted=_minus(stats.accepted_drafts, before.accepted_drafts),
-            brought=sum(map(len, outputs.values())),
-            outputs=outputs,
-        )
+        rig.settle()
+        return Run(window.found(), _ids(rig))
 
     def record(self, jobs: Sequence[Job]) -> Acceptance:
         """What becomes of the model's own drafts."""
         self._speculation = RecordingSpeculation
-        self.run(str(max(LENGTHS)), jobs, is_whole=True)
+        self._whole(str(max(LENGTHS)), jobs)
         found = self._engines[str(max(LENGTHS))].drafts_made
         assert isinstance(found, RecordingSpeculation)
         return found.recording.acceptance(self._checkpoint.name, len(jobs))
 
-    def _num_verified(self, policy: str) -> int:
-        """Drafts so far, whatever was planned."""
-        found = self._engines[policy].drafts_made
-        return found.verified if isinstance(found, CountingSpeculation) else 0
+    def _whole(self, policy: str, jobs: Sequence[Job]) -> dict[int, list[int]]:
+        """All outputs to their ends."""
+        rig = self._rig(policy)
+        rig.run(list(enumerate(jobs)), len(jobs))
+        rig.settle()
+        return _ids(rig)
 
     def _make_engine(self, config: Config, policy: str) -> Engine:
         engine = SharedEngine(config, self._models, self._speculation)
@@ -227,6 +208,7 @@ class Policies:
                 step_tokens=max(512, 8 * self._rows),
                 max_model_len=self._max_len,
                 prefix_cache=False,
+                prefill_share=1.0,  # all prompts in one step: nothing is counted before the last
                 hang_s=600.0,
                 deadline_s=3600.0,
             )
@@ -238,9 +220,8 @@ class Policies:
         return self._rigs[policy]
 
 
-def _minus(after: Sequence[int], before: Sequence[int]) -> list[int]:
-    padded = [*before, *[0] * (len(after) - len(before))]
-    return [a - b for a, b in zip(after, padded, strict=True)]
+def _ids(rig: Rig) -> dict[int, list[int]]:
+    return {index: unpack_ids(bytes(out.ids)).tolist() for index, out in rig.outputs.items()}
 
 
 def random_jobs(config: ModelConfig, batch: int, tokens: int, temperature: float) -> list[Job]:

@@ -33,6 +33,7 @@ from services.scheduler.core.events import (
     TokenizerUp,
 )
 from services.scheduler.core.expert_orders import ExpertsPlanned, PlanExperts, plan_experts
+from services.scheduler.core.group import group_step_of
 from services.scheduler.core.scheduler import Scheduler
 
 WAIT_S = 120.0  # for any result: whoever waits so long has found a hang
@@ -103,10 +104,30 @@ class Rig:
             self._feed(Tick())
             if self._poll():
                 last = time.monotonic()
-            elif self._num_open and not self._bell.acquire(timeout=self.core.idle_for()):
-                assert time.monotonic() - last < WAIT_S, "no result: the device hangs"
+            elif self._num_open:
+                self._wait(last)
             hook(self)
         return self.outputs
+
+    def settle(self) -> None:
+        """Take what steps in flight bring, and plan none: requests that ended while a step ran
+        have their slots and blocks until then, which the next run may want."""
+        group, last = self.core.group, time.monotonic()
+        while group.unresolved or group.retiring:
+            if self._poll():
+                last = time.monotonic()
+            else:
+                self._wait(last)
+
+    @property
+    def num_answered(self) -> int:
+        """The number of the latest group step that all ranks have answered."""
+        return group_step_of(min(self.core.group.applied))
+
+    @property
+    def drafts(self) -> tuple[list[int], list[int]]:
+        """Verified and accepted ones so far, by place."""
+        return self.core.group.drafts.lists()
 
     def index_of(self, rid: bytes) -> int:
         """Which job a request is."""
@@ -131,6 +152,11 @@ class Rig:
     @property
     def _num_open(self) -> int:
         return sum(output.end is None for output in self.outputs.values())
+
+    def _wait(self, last: float) -> None:
+        """For a result, or until a timer of the core may be due; the last one came at `last`."""
+        if not self._bell.acquire(timeout=self.core.idle_for()):
+            assert time.monotonic() - last < WAIT_S, "no result: the device hangs"
 
     def _ask(self, index: int, job: Job) -> None:
         message = job.message(next(_numbers))

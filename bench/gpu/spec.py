@@ -185,9 +185,6 @@ class DevicePolicies(Policies):
         for engine in self._on_device.values():
             engine.close()
 
-    def _num_verified(self, policy: str) -> int:
-        return sum(self._rigs[policy].core.stats().verified_drafts)
-
 
 class HostPolicies(DevicePolicies):
     """The same on a host, with kernels of any shape."""
