@@ -50,6 +50,11 @@ def draft_metrics(replicas: Sequence[ReplicaStats], model: str) -> Iterator[Metr
         "Drafted tokens that were right, by place",
         labels=[*labels, "position"],
     )
+    verified = CounterMetricFamily(
+        "deepmesh_verified_drafts_per_pos",
+        "Drafted tokens that a step verified, by place",
+        labels=["replica", "position"],
+    )
     for replica in drafted:
         name, drafts = replica.name, replica.drafts
         length.add_metric([name], 1 + sum(replica.accepted_drafts) / drafts.rows)
@@ -65,4 +70,6 @@ def draft_metrics(replicas: Sequence[ReplicaStats], model: str) -> Iterator[Metr
         rows.add_metric([model, name], drafts.rows)
         for place, count in enumerate(replica.accepted_drafts):
             places.add_metric([model, name, str(place)], count)
-    yield from (length, errors, payoff, passes, proposed, share, skipped, rows, places)
+        for place, count in enumerate(replica.verified_drafts):
+            verified.add_metric([name, str(place)], count)
+    yield from (length, errors, payoff, passes, proposed, share, skipped, rows, places, verified)

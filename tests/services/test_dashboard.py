@@ -24,6 +24,7 @@ from deepmesh.wire.messages import (
     StoreHistogram,
     Submit,
 )
+from services.gateway.draft_metrics import draft_metrics
 from tests.services.gateway_harness import FakeTokenizer, Mesh, make_config, until
 
 DASHBOARD = Path(__file__).parents[2] / "compose" / "observe" / "dashboard.json"
@@ -164,3 +165,12 @@ def test_figures_of_steps_are_those_of_the_scheduler(samples: dict[str, float]) 
     assert samples["deepmesh_mfu"] == pytest.approx(1e12 / (2 * 2e12))
     assert samples["deepmesh_bandwidth_share"] == pytest.approx(5e9 / (2 * 1e10))
     assert samples["deepmesh_device_busy_seconds_total"] == 2
+
+
+def test_drafts_are_counted_by_their_place_in_the_row() -> None:
+    found = {metric.name: metric.samples for metric in draft_metrics([REPLICA], "m")}
+    names = "deepmesh_verified_drafts_per_pos", "vllm:spec_decode_num_accepted_tokens_per_pos"
+    verified, accepted = (
+        {sample.labels["position"]: sample.value for sample in found[name]} for name in names
+    )
+    assert (verified, accepted) == ({"0": 9, "1": 5}, {"0": 7, "1": 2})
