@@ -13,8 +13,9 @@ from bench.determinism.engines import Kept, kept_engine
 from bench.determinism.faults import FaultyEngine, seed_by_slot
 from bench.determinism.jobs import Job
 from bench.determinism.outputs import Output
-from bench.determinism.rig import Rig
+from bench.determinism.rig import MakeStep, Rig
 from deepmesh.config import Config, ExecutorConfig, MeshConfig, SchedulerConfig
+from deepmesh.wire.messages import SubmitStep
 
 Outputs = dict[int, Output]
 DEPTHS: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
@@ -22,6 +23,8 @@ MAX_ROWS = 64
 MAX_LEN = 512
 MOST_LOSSES = 6
 MAX_DRAFTS = 5
+# Drafts that steps verify, one after the other; None: all there are; -1: nor are any made.
+BUDGETS = (None, 3, 0, 11, -1, 1, 40)
 # Experts change their ranks, layer by layer, all the time.
 MOVES_OFTEN = {"experts_interval_s": 0.05, "experts_record_steps": 2, "experts_ridge_rows": 0}
 
@@ -64,6 +67,23 @@ def scheduler_config(depth: Literal[1, 2, 3] = 2, *, prefix_cache: bool = False)
         prefix_cache=prefix_cache,
         hang_s=600.0,
         deadline_s=3600.0,  # however slow the machine is
+    )
+
+
+def _as_planned(step: SubmitStep) -> SubmitStep:
+    return step
+
+
+def vary_budget(step: SubmitStep) -> SubmitStep:
+    """Another number of drafts in each step, the same on all ranks."""
+    agreed, budget = step.descriptor, BUDGETS[step.group_step % len(BUDGETS)]
+    if budget is None or not agreed.decode_rows:
+        return step
+    passes = agreed.n_draft_passes if budget >= 0 else 0
+    rows = agreed.decode_rows
+    capacity = min(rows + max(0, budget), rows * (1 + MAX_DRAFTS))
+    return replace(
+        step, descriptor=replace(agreed, n_draft_passes=passes, verify_capacity=capacity)
     )
 
 
@@ -139,28 +159,30 @@ class Groups:
             preempt = Preemption(self._setting.jobs)
             with self._rig(scheduler_config(1, prefix_cache=prefix_cache), engines) as rig:
                 runs.append(rig.run(self._numbered, 32, preempt))
+                assert rig.core.stats().preemptions > 0, "nobody was preempted"
             if not engines:  # drafts take requests past some positions
                 preempt.check()
         return runs
 
     def _speculation(self) -> list[Outputs]:
-        """Drafts verified with every token: alone, in crowds, at all depths, with hits and
-        preemption."""
+        """Drafts verified with every token, or with as many as changes from step to step: alone,
+        in crowds, at all depths, with hits and preemption."""
         engines = [self._make_engine(self._setting.config(draft_tokens=MAX_DRAFTS))]
         runs: list[Outputs] = []
         for depth, in_flight in zip(DEPTHS, (1, 16, 64), strict=True):
-            with self._rig(scheduler_config(depth), engines) as rig:
+            on_step = vary_budget if depth == 2 else _as_planned
+            with self._rig(scheduler_config(depth), engines, on_step) as rig:
                 runs.append(rig.run(self._numbered, in_flight))
-                stats = rig.core.stats()
-                verified, accepted = sum(stats.verified_drafts), sum(stats.accepted_drafts)
-                assert 0 < accepted < verified, f"{accepted} of {verified} drafts were right"
+                _check_drafts(rig)
         return [*runs, *self._cold_and_warm(engines), *self._preempted(engines)]
 
     def _speculation_on_two_ranks(self) -> list[Outputs]:
         config = self._setting.config(ranks=2, draft_tokens=MAX_DRAFTS)
         engines = [self._make_engine(config) for _ in range(2)]
-        with self._rig(scheduler_config(), engines) as rig:
-            return [rig.run(self._numbered, 32)]
+        with self._rig(scheduler_config(), engines, vary_budget) as rig:
+            crowd = rig.run(self._numbered, 32)
+            _check_drafts(rig)
+        return [crowd, *self._cold_and_warm(engines), *self._preempted(engines)]
 
     def _speculation_with_late_masks(self) -> list[Outputs]:
         """Drafts under grammars whose masks come late: those behind drafts, and the first ones."""
@@ -240,14 +262,19 @@ class Groups:
             return rig.run(jobs or self._numbered, in_flight)
 
     @contextmanager
-    def _rig(self, config: SchedulerConfig, engines: Sequence[Kept] | None = None) -> Iterator[Rig]:
+    def _rig(
+        self,
+        config: SchedulerConfig,
+        engines: Sequence[Kept] | None = None,
+        on_step: MakeStep = _as_planned,
+    ) -> Iterator[Rig]:
         setting = self._setting
         rig = Rig(
             engines or [self._engine],
             config,
             model=str(setting.model),
             numerics=setting.numerics,
-            on_step=seed_by_slot if setting.fault == "seed" else lambda step: step,
+            on_step=seed_by_slot if setting.fault == "seed" else on_step,
         )
         try:
             yield rig
@@ -260,6 +287,11 @@ class Groups:
         engine = FaultyEngine(config, fault) if is_faulty else kept_engine(config, on_host=on_host)
         self._engines.append(engine)
         return engine
+
+
+def _check_drafts(rig: Rig) -> None:
+    verified, accepted = map(sum, rig.drafts)
+    assert 0 < accepted < verified, f"{accepted} of {verified} drafts were right"
 
 
 class Preemption:

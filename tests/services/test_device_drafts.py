@@ -9,7 +9,7 @@ import torch
 from msgspec.structs import replace
 
 from bench.determinism.engines import Kept, KeptEngine, KeptGpuEngine
-from bench.determinism.groups import Preemption
+from bench.determinism.groups import BUDGETS, Preemption, vary_budget
 from bench.determinism.jobs import Job, make_jobs
 from bench.determinism.outputs import Output
 from bench.determinism.rig import MakeStep, Rig
@@ -250,6 +250,26 @@ def test_a_budget_goes_to_the_drafts_that_the_cpu_gives_it_to(device: str, spare
     assert same(ours[0], wanted[0])
     assert ours[1:] == wanted[1:]
     assert (sum(ours[1]) == 0) == (spare == 0)
+
+
+@on_each
+def test_budgets_that_change_from_step_to_step_change_no_token(
+    plain: KeptEngine, drafting: AnyShape
+) -> None:
+    """Nor do steps that make no drafts, between others that verify some."""
+    jobs = jobs_of(8, 16)
+    wanted, *_ = run(plain, jobs)
+    seen: set[tuple[int, int]] = set()
+
+    def vary(step: SubmitStep) -> SubmitStep:
+        varied = vary_budget(step)
+        seen.add((varied.descriptor.verify_capacity, varied.descriptor.n_draft_passes))
+        return varied
+
+    ours, verified, accepted = run(drafting, jobs, on_step=vary)
+    assert same(ours, wanted)
+    assert pays(verified, accepted)
+    assert len(seen) >= len(BUDGETS)
 
 
 def test_what_drafts_cost_is_measured_as_steps_are_launched() -> None:
