@@ -59,7 +59,8 @@ BATCHES = (1, 4, 16, 64, 256)
 PAIRS, FEWER_PAIRS = 15, 5  # of the adaptive policy, of each fixed length
 TOKENS = 96  # of each request
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-T_95 = {4: 2.776, 9: 2.262, 14: 2.145, 19: 2.093, 29: 2.045}  # of Student, by degrees of freedom
+# Of Student, by degrees of freedom.
+T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 9: 2.262, 14: 2.145, 19: 2.093, 29: 2.045}
 
 
 @dataclass

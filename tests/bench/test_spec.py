@@ -74,3 +74,9 @@ def test_an_interval_holds_the_mean() -> None:
     low, mean, high = interval([1.0, 1.1, 0.9, 1.05, 0.97])
     assert low < mean < high
     assert interval([1.2, 1.2])[0] == pytest.approx(1.2)
+
+
+def test_an_interval_of_two_ratios_says_how_little_they_tell() -> None:
+    low, mean, high = interval([1.0, 1.1])
+    assert mean == pytest.approx(1.1**0.5)
+    assert high / low == pytest.approx(1.1**12.706, rel=1e-3)  # 12.7 times as wide
