@@ -240,10 +240,24 @@ MUTANTS = [
         "tests/services/test_mask_gate.py",
     ),
     Mutant(
+        "worn-grammar-for-all",
+        "services/executor/masks/worker.py",
+        "if state is MaskState.BROKEN and constraint.is_worn and self._renew(constraint):",
+        "if state is MaskState.BROKEN and constraint.position < 0:",
+        "tests/services/test_mask_process.py",
+    ),
+    Mutant(
+        "kvstore-remembered-for-ever",
+        "services/scheduler/core/kv_stores.py",
+        "store.room = min(MAX_KNOWN, max(0, num_items) + NEW_ITEMS)",
+        "store.room = MAX_KNOWN",
+        "tests/core/test_store.py",
+    ),
+    Mutant(
         "matcher-that-does-not-roll-back",
         "services/executor/masks/constraint.py",
-        "if has_begun and (matcher.is_error() or (extra and not matcher.rollback(extra))):",
-        "if has_begun and matcher.is_error():",
+        "if has_begun and (is_lost or (extra and not matcher.rollback(extra))):",
+        "if has_begun and is_lost:",
         "tests/services/test_mask_constraints.py -k drafts",
     ),
     Mutant(
