@@ -17,7 +17,9 @@ ROOT = Path(__file__).parents[1]
 PROMPT = 64  # tokens of each of the prompts of a step
 
 
-def record(model: Path, records: int, tokens: int) -> tuple[NDArray[np.float64], int]:
+def record(
+    model: Path, records: int, tokens: int, seed: int = 0
+) -> tuple[NDArray[np.float64], int]:
     """[layers, records, experts], and experts of a token."""
     torch.set_num_threads(1)
     plain = load_model(model, "bf16")
@@ -26,7 +28,7 @@ def record(model: Path, records: int, tokens: int) -> tuple[NDArray[np.float64],
     watcher = Watcher(lambda ids: steps.append(np.bincount(ids.flatten(), minlength=num_experts)))
     spread = type(plain)(config, plain.weights, "bf16", watcher)
     prompts = max(1, tokens // PROMPT)
-    ids = _text_ids(model, records * prompts * PROMPT)
+    ids = _text_ids(model, records * prompts * PROMPT, seed)
     blocks = -(-PROMPT // BLOCK_TOKENS)
     cache = KvCache(config, prompts * blocks, prompts * blocks, prompts)
     for step in ids.reshape(records, prompts, PROMPT):
@@ -46,10 +48,10 @@ def record(model: Path, records: int, tokens: int) -> tuple[NDArray[np.float64],
     return counts.swapaxes(0, 1), config.num_experts_per_tok
 
 
-def _text_ids(model: Path, count: int) -> NDArray[np.int32]:
+def _text_ids(model: Path, count: int, seed: int) -> NDArray[np.int32]:
     """Pieces of PROMPT ids from anywhere in the repository's own texts, `count` ids in all."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     texts = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "kernels/moe").glob("*.py"))]
     ids = np.concatenate([tokenizer.encode(text.read_text()).ids for text in texts])
-    starts = np.random.default_rng(0).integers(0, len(ids) - PROMPT, count // PROMPT)
+    starts = np.random.default_rng(seed).integers(0, len(ids) - PROMPT, count // PROMPT)
     return ids[starts[:, None] + np.arange(PROMPT)].astype(np.int32).reshape(-1)

@@ -78,13 +78,13 @@ def draws(trace: Trace, tokens: int, draw: np.random.Generator) -> Array:
     return draw.multinomial(tokens * trace.top_k, trace.shares).astype(np.float64)
 
 
-def recorded(model: Path, records: int, tokens: int) -> list[Trace]:
+def recorded(model: Path, records: int, tokens: int, seed: int = 0) -> list[Trace]:
     """Each layer of a model, over steps of `tokens` prompt tokens from anywhere in the texts of
-    the docs and sources. Shares are the counts, smoothed over 32 records: what was expected is not
-    known."""
+    the docs and sources, as `seed` says. Shares are the counts, smoothed over 32 records: what was
+    expected is not known."""
     from bench.eplb_recording import record
 
-    by_layer, top_k = record(model, records, tokens)
+    by_layer, top_k = record(model, records, tokens, seed)
     traces: list[Trace] = []
     for layer, counts in enumerate(by_layer):
         kernel = np.ones(SMOOTH) / SMOOTH
