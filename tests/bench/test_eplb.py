@@ -1,13 +1,28 @@
 """`bench eplb`: what it compares, small."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from bench.eplb import WINDOW, Cell, judge_reads, noise_floor, run_trace, verdict
+from bench.eplb import (
+    AGAIN,
+    WINDOW,
+    Cell,
+    again,
+    beyond_noise,
+    judge_reads,
+    noise_floor,
+    run_trace,
+    verdict,
+)
 from bench.eplb_baselines import public_2025, time_greedy
 from bench.eplb_traces import SYNTHETIC, Trace, draws
+from deepmesh.experts import first_places
 from deepmesh.report import Json
-from services.scheduler.core.expert_places import check_places, copies_of, rank_loads
+from services.scheduler.core.expert_places import check_places, copies_of, imbalance, rank_loads
+from services.scheduler.core.expert_planner import plan_layer
+from services.scheduler.core.expert_points import typical_steps
 
 
 def number(case: dict[str, Json], key: str) -> float:
@@ -26,6 +41,31 @@ def test_a_case_has_all_figures_and_they_are_in_order(name: str) -> None:
     assert number(case, "ours_worst") >= ours
     assert number(case, "ours_sampled") > ours
     assert number(case, "plan_ms") > 0
+
+
+def test_fewer_copies_are_used_where_more_would_lie_beside_one_another() -> None:
+    """Few experts on few ranks, two of which have most rows: five copies of each meet on two of
+    the eight ranks (1.31), four of each do not; the public algorithm comes to 1.25."""
+    wanted, draw = np.array([380.0, 340.0] + [20.0] * 14), np.random.default_rng(0)
+    changing = wanted * np.exp(0.15 * draw.standard_normal((128, 16)))
+    rows = draw.multinomial(1500, changing / changing.sum(1, keepdims=True)).astype(np.float64)
+    options = Cell(8, 8, 32).options(16)
+    plan = plan_layer(typical_steps(rows, 8), first_places(16, 8, 3), options)
+    check_places(plan.places, 16)
+    ours = imbalance(plan.places, wanted[None])
+    assert ours < 1.1
+    assert ours < imbalance(public_2025(rows, 8, 3, 24), wanted[None])
+
+
+def test_a_worse_cell_is_judged_again_and_named_only_beyond_the_noise(tmp_path: Path) -> None:
+    cell: dict[str, Json] = {"trace": "zipf 0.8", "experts": 64, "ranks": 4, "redundant": 4}
+    (row,) = again([cell | {"tokens_per_rank": 32}], tmp_path)
+    assert row["traces"] == AGAIN
+    assert number(row, "error_public2025") > 0
+    assert not beyond_noise(row)
+    for difference, is_named in ((0.019, False), (0.021, True)):
+        changed = row | {"worse_than_timegreedy": difference, "error_timegreedy": 0.01}
+        assert beyond_noise(changed) == is_named
 
 
 def test_both_baselines_are_complete_and_greedy() -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from deepmesh.experts import EMPTY, Places, first_places, slots_of
-from services.scheduler.core.expert_packing import pack, replicate
+from services.scheduler.core.expert_packing import pack, pack_lightest, replicate
 from services.scheduler.core.expert_places import (
     arrivals,
     check_places,
@@ -99,6 +99,27 @@ def test_refining_never_raises_the_score(group: tuple[Counts, int, int], seed: i
         check_places(search.places, num_experts)
         fresh = Refinement(points, search.places, max_copies=total, home=start, move_cost=0.01)
         assert fresh.score == pytest.approx(last, rel=1e-9), "the books do not fit the placement"
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups())
+def test_the_public_placement_is_mended_where_it_puts_two_copies_on_a_rank(
+    group: tuple[Counts, int, int],
+) -> None:
+    counts, ranks, redundant = group
+    num_experts, mean = counts.shape[1], counts.mean(0)
+    slots = slots_of(num_experts, ranks, redundant)
+    copies = replicate(mean, ranks, min(num_experts + redundant, ranks * slots))
+    places = pack_lightest(mean / copies, copies, ranks, slots)
+    check_places(places, num_experts)
+    assert (copies_of(places, num_experts) <= copies).all()
+
+
+def test_the_lightest_rank_gets_the_next_copy_unless_it_has_one() -> None:
+    costs, copies = np.array([9.0, 5.0, 4.0, 1.0]), np.array([2, 1, 1, 2])
+    assert pack_lightest(costs, copies, 2, 3).tolist() == [[0, 1, 3], [0, 2, 3]]
+    twice = pack_lightest(np.array([1.0, 1.0]), np.array([2, 2]), 2, 3)
+    assert twice.tolist() == [[0, 1, EMPTY], [0, 1, EMPTY]]
 
 
 @settings(max_examples=40, deadline=None)

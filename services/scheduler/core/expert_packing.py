@@ -1,5 +1,7 @@
 """Placements made from nothing: how many copies each expert gets, and where they go."""
 
+import heapq
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -54,3 +56,30 @@ def pack(costs: Array, copies: NDArray[np.int64], ranks: int, slots: int) -> Pla
             loads[:, rank] += cost[:, 0]
             peak = np.maximum(peak, loads[:, rank, None])
     return places
+
+
+def pack_lightest(costs: Array, copies: NDArray[np.int64], ranks: int, slots: int) -> Places:
+    """Copies to ranks, heaviest first, each to the rank that has least to do, a slot, and none of
+    this expert: the public algorithm of 2025, without two copies on a rank.
+
+    A copy that finds no such rank is left out: it has others.
+
+    Args:
+        costs: [experts], of one copy.
+    """
+    held: list[list[int]] = [[] for _ in range(ranks)]
+    lightest = [(0.0, rank) for rank in range(ranks)]
+    owners = np.repeat(np.arange(len(costs)), copies)
+    for expert in owners[np.argsort(-costs[owners], kind="stable")].tolist():
+        passed = list[tuple[float, int]]()
+        while lightest and expert in held[lightest[0][1]]:
+            passed.append(heapq.heappop(lightest))
+        if lightest:
+            load, rank = heapq.heappop(lightest)
+            held[rank].append(expert)
+            if len(held[rank]) < slots:
+                passed.append((load + float(costs[expert]), rank))
+        for item in passed:
+            heapq.heappush(lightest, item)
+    filled = [experts + [EMPTY] * (slots - len(experts)) for experts in held]
+    return np.array(filled, np.int32).reshape(ranks, slots)

@@ -6,13 +6,16 @@ import numpy as np
 
 from deepmesh.experts import Places
 
-from .expert_packing import pack, replicate
+from .expert_packing import pack, pack_lightest, replicate
 from .expert_places import Array, arrivals, copy_costs, rank_loads, relabelled, settled
 from .expert_points import Points
 from .expert_refine import Refinement
 
 FAR = 1.3  # times the bound: a placement that is worse is not worth mending
 GOOD_ENOUGH = 1.008  # times the bound: mended so well, nothing else is tried
+STARTS = 3  # fresh placements that are refined, at most
+CLOSE = 1.05  # times the peak of the best fresh placement: a worse one is not refined
+COPIES_PACKED = 200  # of all placements packed one way, where these are several
 
 
 @dataclass(frozen=True)
@@ -102,9 +105,11 @@ def plan_layer(points: Points, current: Places, options: PlanOptions) -> Plan:
     if kept.peak < FAR * bound:
         found.append(_refine(points, current, current, options, max_steps=steps // 2, good=good))
     if not found or found[0].peak > GOOD_ENOUGH * bound:
-        fresh = _afresh(points, ranks, slots, options)
-        fresh = relabelled(current, fresh, points.loads.shape[1])
-        found.append(_refine(points, fresh, current, options, max_steps=steps, good=good))
+        for places in _afresh(points, ranks, slots, options):
+            start = relabelled(current, places, points.loads.shape[1])
+            found.append(_refine(points, start, current, options, max_steps=steps, good=good))
+            if found[-1].peak <= GOOD_ENOUGH * bound:
+                break
     best = min(found, key=lambda refined: refined.score)
     if kept.score - best.score <= options.hysteresis:
         return Plan(current, kept.peak, kept.peak, 0)
@@ -120,20 +125,36 @@ def _closest(current: Places, found: Places, num_experts: int) -> Places:
     return settled(current, fewest)
 
 
-def _afresh(points: Points, ranks: int, slots: int, options: PlanOptions) -> Places:
-    """Packed without a look at what is there. Where reading an expert takes time, each further
-    copy of it may be one more to read: then fewer copies are tried, too."""
-    weights, num_experts = np.sqrt(points.weights @ points.loads**2), points.loads.shape[1]
+def _afresh(points: Points, ranks: int, slots: int, options: PlanOptions) -> list[Places]:
+    """Packed without a look at what is there, as the public algorithm does, by the mean, and
+    by all points; those that are about as good as the best, which is the first.
+
+    Fewer copies than there may be are tried, too, where that takes no time: they need not be
+    beside one another's. And where reading an expert takes time, each may be one more to read.
+    """
+    ridge, mean = options.ridge, points.weights @ points.loads
     most = min(options.max_copies, ranks * slots)
-    totals = {num_experts, (num_experts + most) // 2, most} if options.ridge else {most}
     found: list[tuple[float, int, Places]] = []
-    for total in sorted(totals):
-        copies = replicate(weights, ranks, total)
-        costs = copy_costs(points.loads, copies, options.ridge) * points.weights[:, None]
-        places = pack(costs, copies, ranks, slots)
-        peak = points.weights @ rank_loads(places, points.loads, options.ridge).max(1)
-        found.append((float(peak), total, places))
-    return min(found, key=lambda tried: tried[:2])[2]
+    for total in _totals(len(mean), most, ridge):
+        copies = replicate(mean, ranks, total)
+        costs = copy_costs(mean[None], copies, ridge)[0]
+        lightest = pack_lightest(costs, copies, ranks, slots)
+        copies = replicate(np.sqrt(points.weights @ points.loads**2), ranks, total)
+        costs = copy_costs(points.loads, copies, ridge) * points.weights[:, None]
+        for places in (pack(costs, copies, ranks, slots), lightest):
+            peak = points.weights @ rank_loads(places, points.loads, ridge).max(1)
+            found.append((float(peak), len(found), places))
+    found.sort(key=lambda tried: tried[:2])
+    return [places for peak, _, places in found[:STARTS] if peak <= CLOSE * found[0][0]]
+
+
+def _totals(num_experts: int, most: int, ridge: float) -> list[int]:
+    """Copies of all experts together that are tried, the most first."""
+    fewer = range(most - 1, num_experts - 1, -1)[: max(0, COPIES_PACKED // most - 1)]
+    found = {most, *fewer}
+    if ridge:
+        found |= {num_experts, (num_experts + most) // 2}
+    return sorted(found, reverse=True)
 
 
 def _refine(

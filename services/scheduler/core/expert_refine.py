@@ -57,6 +57,10 @@ class Refinement:
         self._costs = np.empty((len(points.loads), self._num_experts + 1))
         self._left = 0  # steps
         self._slot_ranks = np.repeat(np.arange(len(places)), places.shape[1])
+        # by slot: what its expert costs, what its rank has to do, and what the expert's move cost
+        self._slot_costs = self._slot_loads = np.empty((0, 0))
+        self._slot_away = np.empty(0)
+        self._entry = self._away  # what an expert's coming costs: endless where it is already
         self._refresh()
 
     def _costs_of(self, copies: NDArray[np.int64]) -> Array:
@@ -66,7 +70,13 @@ class Refinement:
         """Costs and loads from the copies."""
         self._costs[:, :-1] = self._costs_of(self._copies) / self._unit
         self._costs[:, EMPTY] = 0.0
-        self._by_rank = self._costs[:, self.places].sum(2)
+        ranks, slots = self.places.shape
+        flat = self.places.ravel()
+        self._slot_costs = self._costs[:, flat]
+        self._by_rank = self._slot_costs.reshape(-1, ranks, slots).sum(2)
+        self._slot_loads = self._by_rank.repeat(slots, 1)
+        self._slot_away = self._away[self._slot_ranks, flat]
+        self._entry = np.where(self._has, np.inf, self._away)
         self._look()
 
     def _look(self) -> None:
@@ -76,10 +86,8 @@ class Refinement:
     @property
     def score(self) -> float:
         """What the search lowers."""
-        ranks = np.arange(len(self.places))[:, None]
-        moves = self._away[ranks, self.places].sum()
-        squares = float((self._by_rank * self._by_rank).sum()) / self._by_rank.size
-        return self.peak + SPREAD * squares + float(moves)
+        squares = float(np.vdot(self._by_rank, self._by_rank)) / self._by_rank.size
+        return self.peak + SPREAD * squares + float(self._slot_away.sum())
 
     def run(self, max_steps: int, good: float = 1.0) -> None:
         """Improve until nothing helps, or `peak` is `good`, or so many ranks have been tried."""
@@ -107,44 +115,74 @@ class Refinement:
         """The best exchange of a slot of `rank` with one elsewhere, if any helps; with the ranks
         that have least to do, if there is one, as that is found sooner."""
         self._left -= 1
-        ranks = self._by_rank.sum(0).argsort(kind="stable")
-        ranks = ranks[ranks != rank]
-        if not len(ranks):
-            return False
-        return self._swap_with(rank, ranks[:FEW_RANKS]) or (
-            len(ranks) > FEW_RANKS and self._swap_with(rank, ranks[FEW_RANKS:])
-        )
+        ranks, slots = self.places.shape
+        if ranks > FEW_RANKS + 1:
+            loads = self._by_rank.sum(0)
+            loads[rank] = np.inf
+            few = loads.argpartition(FEW_RANKS)[:FEW_RANKS]
+            at = (few[:, None] * slots + np.arange(slots)).ravel()
+            if self._swap_with(rank, at):
+                return True
+        return ranks > 1 and self._swap_with(rank, None)
 
-    def _swap_with(self, rank: int, ranks: NDArray[np.intp]) -> bool:
-        slots = self.places.shape[1]
-        flat, owner = self.places[ranks].ravel(), np.repeat(ranks, slots)
-        own, by_rank = self.places[rank], self._by_rank
-        gives, takes = self._costs[:, own], self._costs[:, flat]
-        mine, theirs = by_rank[:, rank, None], by_rank[:, owner]
+    def _swap_with(self, rank: int, at: NDArray[np.intp] | None) -> bool:
+        """The same with the slots `at`, of other ranks, or with any slot."""
+        slots, size = self.places.shape[1], self._by_rank.size
+        begin, end = rank * slots, (rank + 1) * slots
+        own, gives = self.places[rank], self._slot_costs[:, begin:end]
+        takes, theirs, away = self._slot_costs, self._slot_loads, self._slot_away
+        owner, flat = self._slot_ranks, self.places.ravel()
+        if at is not None:
+            takes, theirs, away = takes[:, at], theirs[:, at], away[at]
+            owner, flat = owner[at], flat[at]
+        mine = self._by_rank[:, rank, None]
         diff = gives[:, :, None] - takes[:, None, :]
-        peak = np.maximum(mine[:, :, None] - diff, theirs[:, None, :] + diff)
-        peak = np.maximum(peak, self._others(rank, owner)[:, None, :]).sum(0)
+        peak = theirs[:, None, :] + diff
+        np.subtract(mine[:, :, None], diff, out=diff)
+        np.maximum(peak, diff, out=peak)
+        np.maximum(peak, self._others(rank, owner)[:, None, :], out=peak)
+        change = peak.sum(0)
+        change *= 1 / self._num_points
         # the sum of squares grows by 2 d (d - (mine - theirs)), with d = gives - takes
-        spread = gives.T @ (theirs - 2 * takes)
+        rest = theirs - takes
+        spread = gives.T @ (rest - takes)
         spread += (gives * (gives - mine)).sum(0)[:, None]
-        spread += (takes * (takes - theirs + mine)).sum(0)
-        change = peak / self._num_points - self.peak + spread * (2 * SPREAD / by_rank.size)
-        change += self._changed_moves(rank, own, owner, flat)
-        change[self._has[owner[None, :], own[:, None]] | self._has[rank, flat]] = np.inf
-        at = int(change.argmin())
-        if change.flat[at] >= -LEAST_GAIN:
+        spread -= np.einsum("ps,ps->s", takes, rest - mine)
+        spread *= 2 * SPREAD / size
+        change += spread
+        change += self._entry.T[own[:, None], owner]
+        change += self._entry[rank, flat] - away
+        change -= (self._slot_away[begin:end] + self.peak)[:, None]
+        if at is None:
+            change[:, begin:end] = np.inf
+        best = int(change.argmin())
+        if change.flat[best] >= -LEAST_GAIN:
             return False
-        slot, other = divmod(at, len(flat))
-        rank2, slot2 = int(owner[other]), other % slots
-        out, back = int(own[slot]), int(flat[other])
-        self.places[rank, slot], self.places[rank2, slot2] = back, out
-        self._has[rank, [out, back]] = False, back != EMPTY
-        self._has[rank2, [back, out]] = False, out != EMPTY
-        self._has[:, EMPTY] = False
-        by_rank[:, rank] -= diff[:, slot, other]
-        by_rank[:, rank2] += diff[:, slot, other]
-        self._look()
+        slot, other = divmod(best, len(flat))
+        self._exchange(begin + slot, other if at is None else int(at[other]))
         return True
+
+    def _exchange(self, one: int, other: int) -> None:
+        """The experts of two slots, of different ranks."""
+        slots = self.places.shape[1]
+        first, second = one // slots, other // slots
+        flat = self.places.reshape(-1)
+        out, back = int(flat[one]), int(flat[other])
+        diff = self._slot_costs[:, one] - self._slot_costs[:, other]
+        flat[one], flat[other] = back, out
+        self._slot_costs[:, [one, other]] = self._slot_costs[:, [other, one]]
+        for rank, slot, gone, new, more in (
+            (first, one, out, back, -diff),
+            (second, other, back, out, diff),
+        ):
+            if gone != EMPTY:
+                self._has[rank, gone], self._entry[rank, gone] = False, self._away[rank, gone]
+            if new != EMPTY:
+                self._has[rank, new], self._entry[rank, new] = True, np.inf
+            self._slot_loads[:, rank * slots : (rank + 1) * slots] += more[:, None]
+            self._slot_away[slot] = self._away[rank, new]
+            self._by_rank[:, rank] += more
+        self._look()
 
     def _others(self, rank: int, owner: NDArray[np.intp]) -> Array:
         """[points, slots]: the busiest load but for `rank` and the owner of the slot."""
@@ -155,18 +193,6 @@ class Refinement:
         loads[rows, first] = -1.0
         found: Array = np.where(owner == first[:, None], loads.max(1)[:, None], top[:, None])
         return found
-
-    def _changed_moves(
-        self,
-        rank: int,
-        own: NDArray[np.int32],
-        owner: NDArray[np.intp],
-        flat: NDArray[np.int32],
-    ) -> Array:
-        """What the moves of each exchange cost more."""
-        away = self._away
-        comes = away[rank, flat] - away[owner, flat]
-        return away[owner[None, :], own[:, None]] + comes - away[rank, own][:, None]
 
     def _replace(self, rank: int) -> bool:
         """Another copy of what weighs on `rank`, in the slot of a copy that others can spare, or
