@@ -80,7 +80,7 @@ class PrefixSketch:
 
     def can_have(self, replica: str, num_links: int) -> None:
         """The replica has room for so many: of more than that a guess cannot be right."""
-        self._rooms[replica] = min(num_links, self._max_guessed)
+        self._rooms[replica] = max(0, min(num_links, self._max_guessed))
 
     def guess(self, chain: Sequence[bytes], replica: str) -> None:
         """A prompt goes there: soon it has its beginning, unless it says otherwise."""

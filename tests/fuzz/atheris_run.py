@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import atheris  # pyright: ignore[reportMissingImports]: of the extra [fuzz]
+import zmq
 
 
 def main() -> None:
@@ -22,6 +23,8 @@ def main() -> None:
         if cpu_s(name, data) > LIMIT_S:
             (slow / hashlib.sha256(data).hexdigest()[:16]).write_bytes(data)
 
+    # On a busy machine closed sockets wait for the thread that frees them.
+    zmq.Context.instance().set(zmq.MAX_SOCKETS, 16_384)
     atheris.Setup(sys.argv, run)
     with logging_nothing():
         atheris.Fuzz()

@@ -51,7 +51,11 @@ def test_no_more_is_guessed_than_the_replicas_have_room_for() -> None:
     sketch.can_have("b", 4)
     sketch.guess(chains[3], "b")
     assert [sketch.guessed_links(chain, "a") for chain in chains] == [0, 0, 7, 7]
-    sketch.can_have("a", 0)
+    alone = PrefixSketch()
+    alone.can_have("a", -5)
+    alone.guess(chains[0], "a")
+    assert alone.guessed_links(chains[0], "a") == 0
+    sketch.can_have("a", -1)  # nonsense of a damaged heartbeat
     sketch.guess(chains[2], "a")
     assert sketch.guessed_links(chains[2], "a") == 4
 
