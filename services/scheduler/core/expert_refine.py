@@ -120,7 +120,7 @@ class Refinement:
             loads = self._by_rank.sum(0)
             loads[rank] = np.inf
             few = loads.argpartition(FEW_RANKS)[:FEW_RANKS]
-            at = (few[:, None] * slots + np.arange(slots)).ravel()
+            at: NDArray[np.intp] = np.add.outer(few * slots, _indices(slots)).ravel()
             if self._swap_with(rank, at):
                 return True
         return ranks > 1 and self._swap_with(rank, None)
@@ -266,3 +266,7 @@ class Refinement:
         self.places, self._copies = state[0].copy(), state[1].copy()
         self._has = membership(self.places, self._num_experts)
         self._refresh()
+
+
+def _indices(count: int) -> NDArray[np.intp]:
+    return np.arange(count, dtype=np.intp)
