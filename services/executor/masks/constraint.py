@@ -22,7 +22,8 @@ class Constraint:
         self.slot, self.serial, self.grammar = order.slot, order.serial, order.grammar
         output = unpack_ids(order.output).tolist()
         self.position = order.position - len(output)
-        self._fresh, self._matcher, self._vocabulary = matcher, matcher.deep_copy(), vocabulary
+        self.base, self._matcher, self._vocabulary = matcher, matcher.deep_copy(), vocabulary
+        self.renewals = 0  # how often another base was asked for
         self._min_len = order.min_len
         kind, rows = order.grammar.kind, vocabulary.stops(order.stop_ids)
         self._may_stop_early = kind in MAY_STOP_EARLY
@@ -109,7 +110,7 @@ class Constraint:
         is_lost = was_broken or matcher.is_error()
         if has_begun and (is_lost or (extra and not matcher.rollback(extra))):
             # what only drafts led to is nothing that the request may fail for
-            self.renew(self._fresh)
+            self.renew(self.base)
         return 1 + place
 
     @property
@@ -125,7 +126,7 @@ class Constraint:
 
     def renew(self, matcher: LLMatcher) -> None:
         """Go on behind another matcher of the same grammar, as if it had been there always."""
-        self._fresh, self._matcher = matcher, matcher.deep_copy()
+        self.base, self._matcher = matcher, matcher.deep_copy()
         self._is_broken = not self._matcher.consume_tokens(self._taken)
 
     def fill(self, row: Words) -> MaskState:

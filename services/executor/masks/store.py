@@ -79,17 +79,18 @@ class GrammarStore:
         return compiled, False
 
     def fresh(self, grammar: Grammar) -> CompiledGrammar:
-        """One that nobody else gets, ordered now."""
+        """One that is ordered now, and that nobody gets by its hash."""
         compiled = CompiledGrammar(time.time_ns())
         self._pending.append(compiled)
         done = self._threads.submit(self._compile, grammar)
         done.add_done_callback(lambda done: self._finish(compiled, done))
         return compiled
 
-    def drop(self, grammar: Grammar, worn: CompiledGrammar) -> None:
-        """Nobody gets this one any more."""
+    def drop(self, grammar: Grammar, worn: LLMatcher) -> None:
+        """Nobody gets this matcher any more."""
         key = (grammar.hash, grammar.kind, grammar.text)
-        if self._kept.get(key) is worn:
+        found = self._kept.get(key)
+        if found is not None and found.matcher is worn:
             del self._kept[key]
 
     def give_up_late(self) -> None:

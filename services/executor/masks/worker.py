@@ -73,9 +73,7 @@ class Worker:
         self._open: dict[int, Constraint] = {}  # by serial
         # tokens came meanwhile
         self._compiling: dict[int, tuple[Open, CompiledGrammar, list[int]]] = {}
-        self._bases: dict[int, CompiledGrammar] = {}  # by serial: what it began with
-        self._renewals: dict[int, int] = {}  # by serial: how often it was given another one
-        self._renewing: dict[int, CompiledGrammar] = {}  # by serial: the next one
+        self._renewing: dict[int, CompiledGrammar] = {}  # by serial: what it goes on with
         self._ahead: list[tuple[Compile, CompiledGrammar]] = []  # orders that are not done
         self._due: deque[int] = deque()  # serials whose next mask is to be filled
         # serials whose drafts are to be walked, when nothing else is due: (position, drafts)
@@ -163,9 +161,8 @@ class Worker:
                     self._walks[serial] = (position, own)
             case Close(serials=serials):
                 for serial in np.frombuffer(serials, "<u4").tolist():
-                    for known in (self._open, self._compiling, self._bases):
-                        known.pop(serial, None)
-                    self._renewals.pop(serial, None)
+                    self._open.pop(serial, None)
+                    self._compiling.pop(serial, None)
                     self._renewing.pop(serial, None)
             case Ready() | Answers() | Opened() | Compile() | Compiled():
                 raise AssertionError(f"a {type(message).__name__} is not for a worker")
@@ -212,21 +209,20 @@ class Worker:
         constraint = Constraint(order, compiled.matcher, self._vocabulary)
         for token in tokens:
             constraint.consume(token)
-        self._open[order.serial], self._bases[order.serial] = constraint, compiled
+        self._open[order.serial] = constraint
         self._due.append(order.serial)
 
     def _renew(self, constraint: Constraint) -> bool:
         """What many outputs have done to an automaton is nothing that one may fail for: it gets a
         new one, and the last time one of its own. Whether one is to come."""
-        serial, grammar = constraint.serial, constraint.grammar
-        count = self._renewals[serial] = self._renewals.get(serial, 0) + 1
-        if count > MAX_RENEWALS:
+        if constraint.renewals == MAX_RENEWALS:
             return False
+        constraint.renewals += 1
+        grammar, is_last = constraint.grammar, constraint.renewals == MAX_RENEWALS
         _log.info("a grammar's automaton is full: %s", constraint.problem[:100])
-        self._store.drop(grammar, self._bases[serial])
-        is_last = count == MAX_RENEWALS
+        self._store.drop(grammar, constraint.base)
         made = self._store.fresh(grammar) if is_last else self._store.get(grammar)[0]
-        self._renewing[serial] = made
+        self._renewing[constraint.serial] = made
         if made.is_done:
             self._wake()
         return True
@@ -238,7 +234,6 @@ class Worker:
             at = (constraint.slot, serial, constraint.position)
             self._answer(*at, MaskState.BROKEN)
             return
-        self._bases[serial] = compiled
         constraint.renew(compiled.matcher)
         self._due.append(serial)
 
