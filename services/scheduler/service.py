@@ -292,7 +292,8 @@ class SchedulerService:
             if peer is not None and peer.stats is not self._heard[index] and peer.stats.stores:
                 self._heard[index] = peer.stats
                 values = dict(peer.stats.stores[0].values)
-                yield KvstoreHolds(index, sum(values.get(name, 0) for name in _ITEMS))
+                if items := [values[name] for name in _ITEMS if name in values]:
+                    yield KvstoreHolds(index, sum(items))
 
     def _scheduler_up(self, peer: Peer) -> PrefillerUp | None:
         """One that computes prompts is dialled; one that dials in wants them of this one."""

@@ -351,9 +351,11 @@ def test_the_core_is_told_how_much_a_kvstore_has(
     told: list[tuple[int, int]] = []
     monkeypatch.setattr(KvStores, "holds", lambda _, index, count: told.append((index, count)))
     config = replace(config, kvstore=KvstoreConfig(count=2))
-    items = [4]
+    items = [0]
 
     def stats() -> ServiceStats:
+        if not items[0]:  # a kvstore that does not count
+            return ServiceStats(ready=True, stores=[StoreFigures("kvstore-1", [("puts", 3)])])
         values = [("memory_bytes", 99), ("memory_items", 1), ("disk_items", 2)]
         figures = StoreFigures("kvstore-1", [*values, ("shared_items", items[0])])
         return ServiceStats(ready=True, stores=[figures])
@@ -363,10 +365,11 @@ def test_the_core_is_told_how_much_a_kvstore_has(
     mesh = Mesh(config)
     try:
         mesh.inbox.add(store)
-        mesh.pump(lambda: (1, 7) in told)
-        items[0] = 30
-        mesh.pump(lambda: (1, 33) in told)
-        assert {index for index, _ in told} == {1}
+        mesh.pump(lambda: mesh.service.core.stores.is_up("kvstore-1"))
+        for count in (4, 30):
+            items[0] = count
+            mesh.pump(lambda: bool(told) and told[-1] == (1, 3 + items[0]))
+        assert set(told) == {(1, 7), (1, 33)}
     finally:
         mesh.close()
 
